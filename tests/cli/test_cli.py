@@ -460,10 +460,18 @@ def test_help_ends_with_an_example_that_parses(capsys: pytest.CaptureFixture[str
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """The help of a command is printed without torch, polars or numpy, so it takes a fraction of a second."""
-    code = "import sys; from sparring.cli.main import parser; parser()[1]['train'].format_help(); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "polars", "numpy"} & set(done.stdout.split())
+    """`import sparring` and the help load no package that takes long to import, so they take a fraction of a second."""
+    heavy = {"torch", "polars", "numpy", "matplotlib", "rich"}
+    helped = "from sparring.cli.main import parser; [each.format_help() for each in parser()[1].values()]"
+    for code in ("import sparring", helped):
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "sparring" in done.stdout.split()
+        assert not heavy & set(done.stdout.split())
 
 
 def test_errors_name_the_option_of_an_argument(world: Path, refused: Callable[..., str]) -> None:

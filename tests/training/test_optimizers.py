@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from sparring.core.sparse_rows import _repeated, lookup, sum_rows
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
+from sparring.training.light_optimizers import Adam, AdamW
 from sparring.training.optimizers import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
 from sparring.training.row_optimizers import RowAdagrad, RowAdam
 
@@ -290,7 +293,7 @@ def test_tables_get_the_row_rule_and_the_rest_adamw(rule: str, kind: type) -> No
     """Every trained parameter has exactly one optimiser; scalars and biases are not decayed."""
     model = Mixed()
     found = optimizers(model, rule, lr=0.1, weight_decay=0.01, dense_lr=0.02)  # type: ignore[arg-type]
-    assert [type(o) for o in found] == [kind, torch.optim.AdamW]
+    assert [type(o) for o in found] == [kind, AdamW]
     owned = [{id(p) for g in o.param_groups for p in g["params"]} for o in found]
     assert owned[0] == {id(model.query.weight), id(model.item.weight)}
     assert owned[1] == {id(model.layer.weight), id(model.layer.bias), id(model.log_tau)}
@@ -440,3 +443,49 @@ def test_a_frozen_table_is_looked_up_without_a_gradient() -> None:
     """Parameters that require no gradient get none."""
     table = a_table().requires_grad_(False)
     assert not lookup(table, torch.tensor([1, 2])).requires_grad
+
+
+@pytest.mark.parametrize(("light", "plain"), [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_light_optimisers_equal_those_of_torch_bitwise(
+    light: type[torch.optim.Optimizer], plain: type[torch.optim.Optimizer], fused: bool
+) -> None:
+    """The optimisers that skip the import of torch._dynamo make the updates of torch's own."""
+    ours, theirs = a_table(dtype=torch.float32), a_table(dtype=torch.float32)
+    pairs = [
+        (table, kind([table], lr=0.02, weight_decay=0.1, fused=fused))
+        for table, kind in ((ours, light), (theirs, plain))
+    ]  # type: ignore[call-arg]
+    for step in range(4):
+        grad = a_table(step + 7, torch.float32).detach()
+        for table, optimizer in pairs:
+            optimizer.zero_grad()
+            assert table.grad is None
+            table.grad = grad.clone()
+            optimizer.step()
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, a_table(dtype=torch.float32))
+
+
+def test_a_training_step_imports_neither_the_compiler_nor_figures() -> None:
+    """Sparse and dense optimisers step without torch._dynamo, sympy or matplotlib, which take seconds to import."""
+    code = """
+import sys, torch, sparring.training.fitting
+from sparring.models.retriever import Retriever
+from sparring.models.towers import IdTower
+from sparring.training.optimizers import optimizers
+from torch import nn
+model = nn.ModuleList([IdTower(8, 4, sparse=True), nn.Linear(4, 4)])
+built = optimizers(model, "row-adam") + optimizers(nn.Linear(4, 4), "adam")
+for optimizer in built:
+    optimizer.zero_grad()
+model[1](model[0](torch.arange(3))).sum().backward()
+for optimizer in built:
+    optimizer.step()
+print(*(type(optimizer).__name__ for optimizer in built))
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names, modules = done.stdout.splitlines()
+    assert names.split() == ["RowAdam", "AdamW", "Adam"]
+    assert not {"torch._dynamo", "sympy", "matplotlib"} & set(modules.split())

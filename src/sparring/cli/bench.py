@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
-
-from rich.console import RenderableType
+from typing import TYPE_CHECKING
 
 from sparring.cli.parsing import Commands, add_device, add_json, count, counts
 from sparring.cli.screen import detail, result, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 PRECISIONS = ("float32", "tf32", "bf16")
 SIZES = {"cpu": [512, 1024, 2048, 4096], "cuda": [2048, 4096, 8192, 16384, 32768, 65536]}

@@ -9,9 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import TimeElapsedColumn
-from rich.table import Table
-
 import sparring.cli.inputs as inputs
 from sparring.cli.parsing import (
     Commands,
@@ -30,6 +27,8 @@ from sparring.core.errors import UserError
 from sparring.core.locks import LOCK, writing
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from sparring.core.workers import Failure, Listener
     from sparring.experiments.comparison import ComparedData, Comparison
     from sparring.experiments.report.tables import Table as ReportTable
@@ -200,6 +199,8 @@ def short_names(places: list[str]) -> list[str]:
 @contextmanager
 def listening(quiet: bool) -> Iterator[Listener]:
     """Callbacks of a study: a bar over all trainings on a terminal, and a line when one ends; nothing if quiet."""
+    from rich.progress import TimeElapsedColumn
+
     from sparring.core.workers import Listener
 
     if quiet:

@@ -9,11 +9,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rich.text import Text
-
 from sparring.cli.inputs import read_recorded, split_recorded
 from sparring.cli.parsing import Commands, count
-from sparring.cli.screen import show, table
+from sparring.cli.screen import heading, show, table
 from sparring.core.errors import UserError
 
 HOUSEHOLD = 1042
@@ -48,7 +46,7 @@ def demo(args: Namespace, execute: Callable[[list[str]], int]) -> int:
 
     def run(line: str) -> None:
         words = shlex.split(line)
-        show("", Text(f"$ {shlex.join(['sparring', *words])}", style="bold"))
+        show("", heading(f"$ {shlex.join(['sparring', *words])}"))
         execute(words)
 
     show("Real grocery purchases of about 2,450 households, two baselines, and two recipes that differ in negatives.")

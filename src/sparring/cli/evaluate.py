@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
-
 import sparring.cli.inputs as inputs
 from sparring.cli.parsing import (
     Commands,
@@ -30,6 +28,7 @@ from sparring.core.locks import LOCK, writing
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import RenderableType
 
     from sparring.data.interactions import Interactions, Split
     from sparring.evaluation.ranking import Evaluation

@@ -6,8 +6,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from rich.text import Text
-
 from sparring.cli.listing import (
     Facts,
     argument_facts,
@@ -19,7 +17,7 @@ from sparring.cli.listing import (
     value_text,
 )
 from sparring.cli.parsing import Commands, add_json
-from sparring.cli.screen import result
+from sparring.cli.screen import heading, result
 
 
 def add_models(commands: Commands) -> None:
@@ -47,7 +45,7 @@ def models(args: Namespace) -> int:
 
 def _all(known: dict[str, Facts]) -> Iterator[Any]:
     for name, facts in known.items():
-        yield Text(name, style="bold")
+        yield heading(name)
         options = "  ".join(f"model.{key}={value['default']}" for key, value in facts["options"].items())
         yield from indented((facts["summary"], facts["paper"], options, _usual(facts), origin(facts)))
     yield ""

@@ -6,8 +6,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from rich.text import Text
-
 from sparring.cli import auto
 from sparring.cli.listing import (
     Facts,
@@ -20,7 +18,7 @@ from sparring.cli.listing import (
     usable,
 )
 from sparring.cli.parsing import Commands, add_json
-from sparring.cli.screen import result
+from sparring.cli.screen import heading, result
 
 _AUTO = (
     "    sparring train --data FILE --recipe auto --budget 10m",
@@ -57,7 +55,7 @@ def _all(known: dict[str, Facts]) -> Iterator[Any]:
     from sparring.recipes.setup import SETTINGS
 
     for name, facts in known.items():
-        yield Text(name, style="bold")
+        yield heading(name)
         arguments = "  ".join(f"{key}={value['default']}" for key, value in facts["arguments"].items())
         yield from indented((facts["summary"], facts["paper"], arguments, origin(facts)))
     yield from ("", f"`--recipe auto`: {auto.SUMMARY}")

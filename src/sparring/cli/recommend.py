@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from sparring.cli.parsing import Commands, add_novelty, add_ranking, add_run, add_unfinished, count
 from sparring.cli.screen import console, note, note_towers, progress, result, table
 from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     import polars as pl
+    from rich.table import Table
 
     from sparring.training.trained import Trained
 

@@ -12,14 +12,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
-from rich.progress import Progress, ProgressColumn
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:  # rich is imported on first use: `sparring --help` prints without it
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
+    from rich.text import Text
 
-from sparring.core.progress_bar import bar_on
-
-if TYPE_CHECKING:
     from sparring.evaluation.ranking import Evaluation
     from sparring.training.loop import TrainingProgress
     from sparring.training.trained import Trained
@@ -28,14 +26,25 @@ if TYPE_CHECKING:
 @cache
 def console() -> Console:
     """Standard output. In a pipe it is wide enough that no title is cut."""
+    from rich.console import Console
+
     screen = Console(highlight=False)
     return screen if screen.is_terminal else Console(highlight=False, width=max(screen.width, 160))
 
 
 def show(*parts: RenderableType) -> None:
     """Print lines, literally and unwrapped, and tables."""
+    from rich.table import Table
+
     for part in parts:
         console().print(part, markup=False, soft_wrap=not isinstance(part, Table))
+
+
+def heading(line: str) -> Text:
+    """A bold line."""
+    from rich.text import Text
+
+    return Text(line, style="bold")
 
 
 def detail(args: Namespace, *parts: RenderableType) -> None:
@@ -95,6 +104,9 @@ def logged(quiet: bool) -> Iterator[None]:
 
 def table(rows: Sequence[Sequence[object]], title: str | None = None, left: int = 1) -> Table:
     """A table whose first row is the header; the first `left` columns are text, the others figures."""
+    from rich.table import Table
+    from rich.text import Text
+
     filled = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", title_style="")
     for i, name in enumerate(rows[0]):
         text = i < left
@@ -177,6 +189,8 @@ def _figure(value: float | None) -> str:
 
 def bar(unit: str, clock: ProgressColumn | None = None) -> Progress:
     """A progress bar on stdout, drawn on a terminal only."""
+    from sparring.core.progress_bar import bar_on
+
     return bar_on(console(), unit, clock)
 
 

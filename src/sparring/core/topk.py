@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sparring.core.errors import UserError
 from sparring.core.types import Positives
+from sparring.kernels.native import ranking
 
 _TILE = 64  # most queries per matrix product
 _GROUP = 32  # items reduced to their maximum before the first selection
@@ -21,6 +23,7 @@ _SPARE = 4  # items rescored beyond k, so that a difference in rounding rarely d
 _COLUMNS = 1 << 16  # items scored at once; the lists of further parts are merged
 _CUDA_SCORES = 1 << 27  # scores held at once on a GPU by default, 512 MB
 _NUMBERS = 1 << 21  # numbers of item vectors rescored at once
+_ENOUGH = 128  # queries that repay the preparation of items
 _NEVER = float("-inf")
 _TRITON = find_spec("triton") is not None
 _settings = threading.RLock()  # held while process-wide settings of torch are changed
@@ -33,7 +36,7 @@ def top_k(
     seen: Positives | None = None,
     query_ids: Tensor | None = None,
     block: int | None = None,
-    largest: float | None = None,
+    prepared: Prepared | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k items with the largest inner product for every query: scores (B, k) and ids (B, k).
 
@@ -42,15 +45,18 @@ def top_k(
     Exact: equal to sorting all N scores by (score descending, id ascending), without the seen items of `query_ids`. If
     fewer than k unseen items are left, the rest holds id -1 and score -inf. A score depends on its two vectors alone
     (`inner_products`), so equal vectors tie, and a list does not depend on the other queries of the batch, on `block`
-    (queries scored at once, rounded up to a multiple of 64) or on the number of threads. Memory is bounded by block x
-    min(N, 65536) scores per thread. On a GPU, unless `block` is given, a fused kernel ranks without storing the scores
-    (kernels/topk.py). `largest` is the largest absolute value in `items`, for callers that know it.
+    (queries scored at once, rounded up to a multiple of 64) or on the number of threads. `prepared` is
+    `prepare(items)`, for callers that rank the same items often.
+
+    Unless `block` is given, a kernel ranks without storing the scores: kernels/topk.py on a GPU, and on a CPU
+    kernels/native/ranking.cpp, for 128 queries or more, or for prepared items. Otherwise memory is bounded by block x
+    min(N, 65536) scores per thread.
 
         scores, ids = top_k(model.encode_queries(users), model.item_vectors(), 10, train.positives(), users)
 
-    Each group of 32 items is first reduced to its maximum. The best items are in the groups with the largest maxima, so
-    only those are searched, and the selection costs a fraction of the matrix product. The best of these are scored
-    again, since a matrix product rounds by the shape of the matrices and the place in them.
+    Without a kernel, each group of 32 items is first reduced to its maximum. The best items are in the groups with the
+    largest maxima, so only those are searched, and the selection costs a fraction of the matrix product. The best of
+    these are scored again, since a matrix product rounds by the shape of the matrices and the place in them.
     """
     if q.dim() != 2 or (items is not None and (items.dim() != 2 or q.shape[1] != items.shape[1])):
         shape = None if items is None else tuple(items.shape)
@@ -65,25 +71,24 @@ def top_k(
     q = q.detach().to(device, dtype)
     items = None if items is None else items.detach().to(dtype).contiguous()
     n_items = q.shape[1] if items is None else len(items)
-    if largest is None:
-        largest = 0.0 if items is None else largest_value(items)
-    if not math.isfinite(largest) or not bool(torch.isfinite(q).all()):
+    if items is not None and prepared is None:
+        prepared = prepare(items, len(q) if block is None else 0)
+    if (prepared is not None and not math.isfinite(prepared.largest)) or not bool(torch.isfinite(q).all()):
         raise UserError(
             "the vectors to rank contain NaN or infinite values: the model diverged, train with a lower learning rate"
         )
     if seen is not None and query_ids is not None:
         query_ids = query_ids.to(device).long()
-        if len(query_ids) and int(query_ids.max()) >= len(seen.start) - 1:
-            raise UserError(
-                f"query {int(query_ids.max())} is out of range: seen items are known for {len(seen.start) - 1} queries"
-            )
+        known = len(seen.start) - 1
+        bad = query_ids[(query_ids < 0) | (query_ids >= known)]
+        if len(bad):
+            raise UserError(f"query {int(bad[0])} is out of range: seen items are known for {known} queries")
         seen = seen.to(device)
-    if _TRITON and block is None and q.is_cuda and items is not None:
-        from sparring.kernels import topk
-
-        if topk.fits(q, items, k):
-            lists = (None, None, None) if seen is None else (seen.start, seen.items, query_ids)
-            scores, ids, sure = topk.top_k(q.contiguous(), items, k, *lists)
+    largest = 0.0 if prepared is None else prepared.largest
+    if items is not None and prepared is not None and block is None:
+        found = _by_kernel(q.contiguous(), items, prepared, k, seen, query_ids)
+        if found is not None:
+            scores, ids, sure = found
             doubtful = torch.nonzero(~sure).flatten()
             if len(doubtful):
                 whose = None if query_ids is None else query_ids[doubtful]
@@ -98,6 +103,36 @@ def top_k(
             if block <= _TILE:
                 raise
             block //= 2
+
+
+class Prepared(NamedTuple):
+    """Facts about item vectors that `top_k` needs."""
+
+    largest: float  # absolute value; NaN if there is one
+    packed: ranking.Packed | None  # for the kernel of a CPU, if it applies
+
+
+def prepare(items: Tensor, queries: int = _ENOUGH) -> Prepared:
+    """Prepare items (N, D) for `top_k`; packed, which takes a quarter of their memory, if it helps so many queries."""
+    items = items.detach()
+    items = items if items.dtype == torch.float64 else items.float().contiguous()
+    largest = float(torch.linalg.vector_norm(items, math.inf)) if items.numel() else 0.0
+    packs = queries >= _ENOUGH and math.isfinite(largest)
+    return Prepared(largest, ranking.pack(items) if packs else None)
+
+
+def _by_kernel(
+    q: Tensor, items: Tensor, prepared: Prepared, k: int, seen: Positives | None, query_ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Scores and ids (B, k), and whether each list is sure to be exact; None where no kernel applies."""
+    lists = (None, None, None) if seen is None else (seen.start, seen.items, query_ids)
+    if _TRITON and q.is_cuda:
+        from sparring.kernels import topk
+
+        return topk.top_k(q, items, k, *lists) if topk.fits(q, items, k) else None
+    if prepared.packed is None or 8 * k > len(items):
+        return None
+    return ranking.rank(q, items, prepared.packed, k, *lists)
 
 
 def _ranked(
@@ -227,6 +262,9 @@ def inner_products(q: Tensor, items: Tensor, ids: Tensor) -> Tensor:
     Summed in float64 and rounded once. Unlike a matrix product, which rounds by shape and place, this gives the same
     pair of vectors the same score everywhere.
     """
+    found = ranking.inner_products(q, items, ids)
+    if found is not None:
+        return found
     out = q.new_empty(ids.shape)
     width = max(1, min(ids.shape[1], _NUMBERS // max(1, q.shape[1])))
     height = max(1, _NUMBERS // max(1, width * q.shape[1]))
@@ -243,11 +281,6 @@ def in_order(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     by_id = torch.sort(ids, dim=1)
     by_score = torch.sort(scores.gather(1, by_id.indices), dim=1, descending=True, stable=True)
     return by_score.values[:, :k], by_id.values.gather(1, by_score.indices[:, :k])
-
-
-def largest_value(items: Tensor) -> float:
-    """The largest absolute value; NaN if there is one."""
-    return float(torch.linalg.vector_norm(items, math.inf)) if items.numel() else 0.0
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from sparring.core.errors import first_line
 from sparring.core.processes import raise_on_termination
 
 Say = Callable[[object], None]
-# Slow imports without threads, done once by the fork server (the first optimiser imports torch._dynamo). Not polars:
-# its threads would be missing in every forked process.
-_PRELOADED = ["torch", "torch._dynamo", "matplotlib.figure", "matplotlib.backends.backend_agg"]
+# Slow imports without threads, done once by the fork server. Not polars: its threads would be missing in
+# every forked process.
+_PRELOADED = ["torch", "matplotlib.figure", "matplotlib.backends.backend_agg"]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sparring.core.errors import UserError
 from sparring.core.subset import Subset
-from sparring.core.topk import in_order, top_k
+from sparring.core.topk import Prepared, in_order, prepare, top_k
 from sparring.core.types import ALONE, Positives, Ranks
 from sparring.data.propensity import inverse_propensities
 from sparring.evaluation.accumulator import MetricAccumulator, Misses, Pairs
@@ -195,6 +195,7 @@ class _RankedLists:
         self.all = vectors, seen  # of this rank's items
         self.part: Subset | None = None
         self.vectors, self.seen = vectors, seen
+        self.prepared: Prepared | None = None
         if among is not None:
             self._restrict(among)
 
@@ -213,7 +214,7 @@ class _RankedLists:
         self.part = Subset(ids, n)
         if vectors is not None:
             self.part = self.part.to(vectors.device)
-            self.vectors = vectors[self.part.ids]
+            self.vectors, self.prepared = vectors[self.part.ids], None
         self.seen = None if seen is None else self.part.lists(seen.to(self.part.ids.device))
 
     def of(self, ids: Tensor, k: int) -> Tensor:
@@ -223,10 +224,12 @@ class _RankedLists:
         ids = ids.to(self.vectors.device)
         local_ids = self.ranks.own(ids)
         q = self.model.encode_queries(local_ids)
+        if self.prepared is None:
+            self.prepared = prepare(self.vectors, len(local_ids))
         if self.first is None:
-            best = top_k(q, self.vectors, k, self.seen, local_ids)[1]
+            best = top_k(q, self.vectors, k, self.seen, local_ids, prepared=self.prepared)[1]
             return self.ranks.gather(self._named(best), len(ids))
-        scores, items = top_k(self.ranks.gather(q, len(ids)), self.vectors, k, self.seen, ids)
+        scores, items = top_k(self.ranks.gather(q, len(ids)), self.vectors, k, self.seen, ids, prepared=self.prepared)
         items = torch.where(items >= 0, self._named(items) + self.first, -1)
         n = len(ids)
         parts = [self.ranks.gather(x, self.ranks.world * n).unflatten(0, (-1, n)) for x in (scores, items)]

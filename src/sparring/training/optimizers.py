@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from sparring.core.part import Part
 from sparring.core.sparse_rows import sum_rows
+from sparring.training.light_optimizers import Adam, AdamW
 from sparring.training.row_optimizers import RowAdagrad, RowAdam, RowOptimizer
 
 Rule = Literal["row-adam", "row-adagrad", "adam", "solver"]
@@ -83,9 +84,7 @@ def optimizers(
                 "build the tower with sparse=False"
             )
         if dense:
-            built.append(
-                torch.optim.Adam(dense, lr, betas, eps, weight_decay, fused=_fused(dense), capturable=_on_cuda(dense))
-            )
+            built.append(Adam(dense, lr, betas, eps, weight_decay, fused=_fused(dense), capturable=_on_cuda(dense)))
     else:
         free = {id(module.weight) for module in model.modules() if isinstance(module, Part) and module.undecayed}
         kinds = (
@@ -105,7 +104,7 @@ def optimizers(
         groups = [{"params": params, "weight_decay": decay} for params, decay in split if params]
         if groups:
             rate = lr if dense_lr is None else dense_lr
-            built.append(torch.optim.AdamW(groups, rate, betas, eps, fused=_fused(dense), capturable=_on_cuda(dense)))
+            built.append(AdamW(groups, rate, betas, eps, fused=_fused(dense), capturable=_on_cuda(dense)))
     for group in _groups(built):
         group["initial_lr"] = group["lr"]
         if _on_cuda(group["params"]):  # a captured step reads the rate on the device

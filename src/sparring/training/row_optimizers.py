@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from sparring.core.sparse_rows import sum_rows
 from sparring.kernels import fuses_rows
 from sparring.kernels.native import rows as native
+from sparring.training.light_optimizers import LightOptimizer
 
 _BLOCK = 1 << 16  # elements updated at a time on a CPU: with their moments they fit into the L2 cache
 
@@ -25,7 +25,7 @@ if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default; unless set, some versions of torch warn
 
 
-class RowOptimizer(Optimizer, ABC):
+class RowOptimizer(LightOptimizer, ABC):
     """The base of the row rules: finds the rows of each gradient and updates them in blocks."""
 
     @torch.no_grad()

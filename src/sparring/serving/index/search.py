@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sparring.core.errors import UserError
-from sparring.core.topk import in_order, inner_products, largest_value, top_k
+from sparring.core.topk import Prepared, in_order, inner_products, prepare, top_k
 from sparring.core.types import Positives
 from sparring.serving.index import faiss_backends
 from sparring.serving.index.changes import Changes
@@ -237,20 +237,20 @@ class Index(Stored):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Scores and rows of the k best vectors, without rows hidden from a query or removed; equal scores by row."""
         if only is None:
-            return self._ranked(q, k, self.vectors, hidden.positives(gone))
+            return self._ranked(q, k, self.vectors, hidden.positives(gone), self._prepared)
         scores, at = self._ranked(q, k, self.vectors[only], hidden.within(only).positives(np.empty(0, np.int64)))
         return scores, np.where(at >= 0, only[at.clip(min=0)], -1) if len(only) else at
 
     def _ranked(
-        self, q: np.ndarray, k: int, vectors: np.ndarray, hidden: Positives | None
+        self, q: np.ndarray, k: int, vectors: np.ndarray, hidden: Positives | None, prepared: Prepared | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         asked, items = torch.from_numpy(q), torch.from_numpy(vectors)
-        scores, at = top_k(asked, items, k, hidden, torch.arange(len(q)), largest=self._largest)
+        scores, at = top_k(asked, items, k, hidden, torch.arange(len(q)), prepared=prepared)
         return scores.numpy(), at.numpy()
 
     @cached_property
-    def _largest(self) -> float:
-        return largest_value(torch.from_numpy(self.vectors))
+    def _prepared(self) -> Prepared:
+        return prepare(torch.from_numpy(self.vectors))
 
     def _nearly(self, q: np.ndarray, k: int, hidden: Hidden, selector: Any) -> tuple[np.ndarray, np.ndarray]:
         """Search with FAISS: fetch k plus the number of hidden items, then drop the hidden ones; by similar numbers."""
