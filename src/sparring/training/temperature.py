@@ -13,9 +13,10 @@ from sparring.data.interactions import Split
 from sparring.losses import Fixed
 from sparring.recipes.run import TAU, Run
 from sparring.training.loop import Trainer, TrainingProgress
+from sparring.training.peak import peak
 
 LADDER = (0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
-START = LADDER.index(0.1)
+START = 0.1
 TRIAL = 2  # epochs of a trial
 SHORTEST = 5 * TRIAL  # epochs of a training that is worth trials
 log = logging.getLogger(__name__)
@@ -33,18 +34,12 @@ def choose_tau(run: Run, split: Split, device: torch.device, ranks: Ranks = ALON
         return TAU, {}
     tried: dict[float, float] = {}
 
-    def score(place: int) -> float:
-        tau = LADDER[place]
-        if tau not in tried:
-            tried[tau] = _short_training(with_tau(copy.deepcopy(run), tau), split, device, ranks)
-            log.info("temperature %s: %s %.4f", tau, run.setup.validation.select, tried[tau])
+    def score(tau: float) -> float:
+        tried[tau] = _short_training(with_tau(copy.deepcopy(run), tau), split, device, ranks)
+        log.info("temperature %s: %s %.4f", tau, run.setup.validation.select, tried[tau])
         return tried[tau]
 
-    direction = 1 if score(START + 1) > score(START) else -1
-    best = START + 1 if direction > 0 else START
-    while 0 <= best + direction < len(LADDER) and score(best + direction) > score(best):
-        best += direction
-    return LADDER[best], tried
+    return peak(LADDER, START, score), tried
 
 
 def with_tau(run: Run, tau: float) -> Run:
