@@ -158,8 +158,9 @@ def fit(
             split = split.joined()
             log.info("refit: epochs 1 to %s on %s interactions", selection.best_epoch, f"{len(split.train):,}")
             run, chosen = rebuild(split.train), _choice(selection, first, split)
-            if run.setup.temperature.tau is None:
-                run = replace(run, temperature=selection.run.temperature, setup=selection.run.setup)
+            chosen_tau = selection.run.setup.temperature.tau
+            if run.setup.temperature.tau is None and chosen_tau is not None:
+                run = with_tau(run, chosen_tau)
             _check(run, split, k, metrics)
         run, tried = _with_temperature(run, split, folder, resume, where, ranks)
         epochs = None if selection is None else selection.best_epoch
