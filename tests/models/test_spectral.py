@@ -11,6 +11,7 @@ from sparring.core.errors import UserError
 from sparring.data.synthetic_world import make_world
 from sparring.evaluation.ranking import evaluate
 from sparring.models.spectral_start import spectral
+from sparring.training.temperature import with_tau
 
 
 def test_products_of_the_tables_follow_the_truncated_svd() -> None:
@@ -72,3 +73,19 @@ def test_sums_of_items_start_from_the_directions_of_items() -> None:
         basis, _ = np.linalg.qr(table.detach().double().numpy())
         caught = np.linalg.norm(normal @ basis)
         assert caught > 0.95 * np.linalg.norm(np.linalg.svd(normal, compute_uv=False)[:6])
+
+
+def test_an_item_bias_starts_at_half_the_log_of_counts_in_units_of_the_temperature() -> None:
+    """Also under a temperature that is chosen after the towers are built; tables of random numbers start without."""
+    data = make_world(queries=60, items=40, seed=0).interactions
+    logs = np.log(1 + np.bincount(data.items, minlength=data.n_items))
+    expected = 0.5 * (logs - logs.mean())
+
+    def started(run: sparring.Run) -> np.ndarray:
+        assert run.model.item_bias is not None
+        return run.model.item_bias(torch.arange(data.n_items)).detach().flatten().double().numpy()
+
+    np.testing.assert_allclose(started(sparring.build("default", data, {"tau": 0.3})), 0.3 * expected, atol=1e-6)
+    unchosen = sparring.build("default", data)
+    np.testing.assert_allclose(started(with_tau(unchosen, 0.07)), 0.07 * expected, atol=1e-6)
+    assert not started(sparring.build("tables", data)).any()

@@ -13,11 +13,15 @@ from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 
+POPULARITY = 0.5  # of log counts, in the start of an item bias: the vectors learn the rest
 
-def start_from(positives: Positives, model: Retriever, seed: int = 0) -> None:
+
+def start_from(positives: Positives, model: Retriever, seed: int = 0, tau: float = 1.0) -> None:
     """Initialise the tables of a model from these positives: queries and items, or items as input and as output.
 
     Where a query is a sum of items, both tables start at the items' singular vectors, with rows as long as they were.
+    An item bias starts at tau log(1 + count) / 2, less its mean. Softmax over biases alone, divided by tau, learns
+    tau log(count): from zero it takes epochs to get there.
     """
     query, table = model.query, innermost(model.item)  # under auxiliary vectors
     read = query.item if isinstance(query, HistoryTower) else query
@@ -33,6 +37,9 @@ def start_from(positives: Positives, model: Retriever, seed: int = 0) -> None:
             of_queries, of_items = spectral(start, items, model.n_items, table.dim, seed=seed)
             read.weight.copy_(of_queries)
             table.weight.copy_(of_items)
+        if isinstance(model.item_bias, IdTower):
+            logs = torch.log1p(torch.bincount(items.long(), minlength=model.n_items).float())
+            model.item_bias.weight.copy_((POPULARITY * tau * (logs - logs.mean())).unsqueeze(1))
 
 
 def spectral(

@@ -129,7 +129,7 @@ def compose(data: Interactions, setup: Setup, *terms: Term, model: Retriever | N
     ids = Ids(data.query_ids, data.item_ids, data.query_table, data.item_table)
     model = build_towers(setup, ids, lambda: histories(data), known=data.positives)
     if setup.model.init == "spectral":
-        start_from(data.positives(), model, setup.seed)
+        start_from(data.positives(), model, setup.seed, tau)
     return Run(model, terms, temperature, setup)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,13 +14,17 @@ from sparring.core.types import Positives
 from sparring.evaluation.ranking import Evaluation
 from sparring.models.low_rank_ease import Decomposition, decompose
 from sparring.models.retriever import Retriever
+from sparring.training.peak import peak
 
 LAMS = (1.0, 3.0, 10.0, 30.0)
 WEIGHTS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0)  # 1: scores of the closed form spread as much as those of the towers
 UNCHOSEN = 3.0, 0.25  # without a validation part
-QUERIES = 4096  # validation queries that choose
+QUERIES = 4096  # validation queries that decide whether it stays
+FEW = 1024  # and those that choose lam and weight
 _SPREAD = 256  # queries that the spreads are measured on
 log = logging.getLogger(__name__)
+
+Rank = Callable[[Retriever, int], Evaluation]  # a model and the most validation queries that it ranks -> its metrics
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,14 @@ def add_closed_form(
     pairs: Positives,
     dim: int,
     choice: ClosedFormChoice | None,
-    rank: Callable[[Retriever], Evaluation] | None,
+    rank: Rank | None,
     select: str,
     seed: int = 0,
 ) -> tuple[Retriever, ClosedFormChoice]:
     """The model beside a closed form of these pairs, as chosen before or by ranking the validation part.
 
-    `rank` evaluates a model on the validation part; without one and without a choice there is a usual one.
+    `rank` evaluates a model on so many queries of the validation part; without it and without a choice there is a
+    usual one.
     """
     found = decompose(pairs, model.n_items, dim, seed)
     if choice is None:
@@ -56,27 +62,29 @@ def add_closed_form(
     return _joined(model, found, choice.lam, choice.weight * _unit(model, found, choice.lam, pairs)), choice
 
 
-def _choose(
-    model: Retriever, found: Decomposition, pairs: Positives, rank: Callable[[Retriever], Evaluation], select: str
-) -> ClosedFormChoice:
-    """The lam with the best metric at weight 1/2, then the best weight for it.
+def _choose(model: Retriever, found: Decomposition, pairs: Positives, rank: Rank, select: str) -> ClosedFormChoice:
+    """The best lam near 3 at weight 1/2, then the best weight near 1/2 for it, both on few queries.
 
-    The closed form must be ahead of the towers alone by a standard error of the difference over queries: with few of
-    them a gain by chance is not worth the dimensions.
+    On more of them, the closed form must be ahead of the towers alone by a standard error of the difference over
+    queries: a gain by chance is not worth the dimensions.
     """
-    towers = rank(model)
-    units = {lam: _unit(model, found, lam, pairs) for lam in LAMS}
-    tried: dict[tuple[float, float], Evaluation] = {}
 
+    @cache
+    def unit(lam: float) -> float:
+        return _unit(model, found, lam, pairs)
+
+    def ranked(lam: float, weight: float, queries: int) -> Evaluation:
+        return rank(_joined(model, found, lam, weight * unit(lam)), queries)
+
+    @cache
     def score(lam: float, weight: float) -> float:
-        if (lam, weight) not in tried:
-            tried[lam, weight] = rank(_joined(model, found, lam, weight * units[lam]))
-        return tried[lam, weight].metrics[select]
+        return ranked(lam, weight, FEW).metrics[select]
 
-    lam = max(LAMS, key=lambda lam: score(lam, 0.5))
-    weight = max(WEIGHTS, key=lambda weight: score(lam, weight))
-    gain = tried[lam, weight].per_query[select] - towers.per_query[select]
-    before, after = towers.metrics[select], score(lam, weight)
+    lam = peak(LAMS, 3.0, lambda lam: score(lam, 0.5))
+    weight = peak(WEIGHTS, 0.5, lambda weight: score(lam, weight))
+    towers, both = rank(model, QUERIES), ranked(lam, weight, QUERIES)
+    gain = both.per_query[select] - towers.per_query[select]
+    before, after = towers.metrics[select], both.metrics[select]
     if gain.mean() <= gain.std() / len(gain) ** 0.5:
         log.info("closed form: left out, with it %s is %.4f, without it %.4f", select, after, before)
         return ClosedFormChoice(lam, 0.0, before, before)

@@ -33,9 +33,9 @@ from sparring.recipes.setup import flat
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
 from sparring.training.baselines import baselines as solve_baselines
-from sparring.training.closed_form import QUERIES, ClosedFormChoice, add_closed_form
+from sparring.training.closed_form import ClosedFormChoice, add_closed_form
 from sparring.training.eligibility import Eligibility, listed_items, seen_tensors
-from sparring.training.loop import Trainer, TrainingProgress, sample_queries, selected
+from sparring.training.loop import Trainer, TrainingProgress, selected
 from sparring.training.novelty import check_correctable, novel
 from sparring.training.progress import reporting
 from sparring.training.stages import classifier_run, fuse
@@ -158,8 +158,9 @@ def fit(
             split = split.joined()
             log.info("refit: epochs 1 to %s on %s interactions", selection.best_epoch, f"{len(split.train):,}")
             run, chosen = rebuild(split.train), _choice(selection, first, split)
-            if run.setup.temperature.tau is None:
-                run = replace(run, temperature=selection.run.temperature, setup=selection.run.setup)
+            chosen_tau = selection.run.setup.temperature.tau
+            if run.setup.temperature.tau is None and chosen_tau is not None:
+                run = with_tau(run, chosen_tau)
             _check(run, split, k, metrics)
         run, tried = _with_temperature(run, split, folder, resume, where, ranks)
         epochs = None if selection is None else selection.best_epoch
@@ -267,11 +268,8 @@ def _beside_closed_form(trainer: Trainer, choice: ClosedFormChoice | None) -> tu
     """
     run, ranks, valid = trainer.run, trainer.ranks, trainer.valid
     select = run.setup.validation.select
-    rank = None
-    if valid is not None:
-        few = sample_queries(valid, QUERIES, run.setup.seed)
-        rank = partial(trainer.ranked, valid=few)
     pairs = trainer.split.train.positives().to(trainer.device)
+    rank = None if valid is None else trainer.ranked
     model, choice = add_closed_form(run.model, pairs, run.closed_form, choice, rank, select, run.setup.seed)
     if model is run.model:
         return run, choice

@@ -133,10 +133,10 @@ class Trainer:
                 self.state.epoch, self.state.step, self.state.rows = self.state.epoch + 1, 0, 0
         return self.ranked().metrics[self.setup.validation.select]
 
-    def ranked(self, model: Retriever | None = None, valid: Interactions | None = None) -> Evaluation:
-        """The validation part, or some of its queries, ranked by the current model or another one."""
-        valid = self.valid if valid is None else valid
-        assert valid is not None
+    def ranked(self, model: Retriever | None = None, queries: int | None = None) -> Evaluation:
+        """The validation part, or at most so many of its queries, ranked by the current model or another one."""
+        assert self.valid is not None
+        valid = self.valid if queries is None else sample_queries(self.valid, queries, self.setup.seed)
         metric, cutoff = selected(self.setup.validation.select)
         names = tuple(dict.fromkeys((metric, "recall", "ndcg")))
         model = self.run.model if model is None else model

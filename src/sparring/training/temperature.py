@@ -13,46 +13,46 @@ from sparring.data.interactions import Split
 from sparring.losses import Fixed
 from sparring.recipes.run import TAU, Run
 from sparring.training.loop import Trainer, TrainingProgress
+from sparring.training.peak import peak
 
 LADDER = (0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
-START = LADDER.index(0.1)
-TRIAL = 2  # epochs of a trial
-SHORTEST = 5 * TRIAL  # epochs of a training that is worth trials
+START = 0.1
+SHORTEST = 10  # epochs of a training that is worth trials
+LONG = 24  # and of one that is worth trials of two epochs
 log = logging.getLogger(__name__)
 
 
 def choose_tau(run: Run, split: Split, device: torch.device, ranks: Ranks = ALONE) -> tuple[float, dict[float, float]]:
     """The temperature for a run that sets none, and the validation metric of each that was tried.
 
-    The first epochs are trained at 0.1 and 0.14, then at the next temperature on the better side while the metric
-    rises: which of two temperatures is better shows after two epochs. Without a validation part, in a training
+    The first epoch, or the first two of a long training, is trained at 0.1 and 0.14, then at the next temperature on the
+    better side while the metric rises: which of two is better shows that soon. Without a validation part, in a training
     too short for trials, and with tables too large to copy it is TAU.
     """
-    short = run.setup.training.epochs < SHORTEST
-    if split.valid is None or short or run.setup.model.tables == "sharded":
+    epochs = run.setup.training.epochs
+    if split.valid is None or epochs < SHORTEST or run.setup.model.tables == "sharded":
         return TAU, {}
     tried: dict[float, float] = {}
 
-    def score(place: int) -> float:
-        tau = LADDER[place]
-        if tau not in tried:
-            tried[tau] = _short_training(with_tau(copy.deepcopy(run), tau), split, device, ranks)
-            log.info("temperature %s: %s %.4f", tau, run.setup.validation.select, tried[tau])
+    def score(tau: float) -> float:
+        tried[tau] = _short_training(with_tau(copy.deepcopy(run), tau), split, device, ranks)
+        log.info("temperature %s: %s %.4f", tau, run.setup.validation.select, tried[tau])
         return tried[tau]
 
-    direction = 1 if score(START + 1) > score(START) else -1
-    best = START + 1 if direction > 0 else START
-    while 0 <= best + direction < len(LADDER) and score(best + direction) > score(best):
-        best += direction
-    return LADDER[best], tried
+    return peak(LADDER, START, score), tried
 
 
 def with_tau(run: Run, tau: float) -> Run:
-    """The run with this temperature."""
+    """The untrained run with this temperature; where an item bias starts at counts (spectral_start.py), it follows."""
+    bias = run.model.item_bias
+    if run.setup.model.init == "spectral" and bias is not None:
+        with torch.no_grad():
+            for weight in bias.parameters():
+                weight.mul_(tau / float(run.temperature(torch.zeros(1, dtype=torch.long, device=weight.device))))
     return replace(run, temperature=Fixed(tau), setup=run.setup.replaced(tau=tau))
 
 
 def _short_training(run: Run, split: Split, device: torch.device, ranks: Ranks) -> float:
     """The validation metric after the first epochs of a run."""
     trainer = Trainer(run, split, device, None, TrainingProgress(), ranks)
-    return trainer.first(TRIAL)
+    return trainer.first(2 if run.setup.training.epochs >= LONG else 1)
