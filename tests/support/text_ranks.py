@@ -1,9 +1,10 @@
-"""Trainings with sentence-transformers for tests; as a script, one rank of a comparison of two ranks with one process:
-python text_ranks.py MODEL OUT WORLD, with the environment that torchrun sets."""
+"""Trainings with sentence-transformers for tests; as a script, by two ranks: python text_ranks.py MODEL OUT, with the
+address and the port of a meeting in the environment."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,42 +46,55 @@ def trained(
     return float(trainer.train(resume_from_checkpoint=resume).training_loss)
 
 
-def main(folder: str, out: Path, world: int) -> None:
+def cases() -> dict[str, Any]:
+    """Negatives and settings of the loss, by name."""
+    from sparring.losses import Symmetric
+    from sparring.negatives import NearestItems, Sampled, Uniform, Union
+    from sparring.training.sentence_transformers import in_batch
+
+    return {
+        "in batch": (in_batch, {}),
+        "drawn": (
+            lambda data: Union(in_batch(data), Sampled(Uniform(data.n_items), 4)),
+            {"loss": Symmetric(), "chunk": 3},
+        ),
+        "mined": (lambda data: Union(in_batch(data), NearestItems(data.n_queries, 1, 3, every=1)), {"chunk": 8}),
+    }
+
+
+def all_trained(folder: str, out: Path, world: int) -> dict[str, list[list[float]]]:
+    """The vectors of WORDS after six steps of each case, in batches of 16 over all ranks."""
     import datasets
     import sentence_transformers as library
 
-    from sparring.losses import Symmetric
-    from sparring.negatives import NearestItems, QuantizedSoftmax, Sampled, Uniform, Union
-    from sparring.training.sentence_transformers import NegativesLoss, in_batch
-    from sparring.training.text_trainer import clustered, refreshing, text_ids
+    from sparring.training.sentence_transformers import NegativesLoss
+    from sparring.training.text_trainer import Clustered, TextIds, refreshing
 
     dataset = datasets.Dataset.from_dict(rows_of(64))
-    cases: dict[str, Any] = {
-        "in batch": (in_batch, {}),
-        "cached": (lambda data: Union(in_batch(data), Sampled(Uniform(data.n_items), 4)), {"chunk": 3}),
-        "symmetric": (in_batch, {"loss": Symmetric(), "chunk": 5}),
-        "mined": (lambda data: Union(in_batch(data), NearestItems(data.n_queries, 1, 3, every=1)), {}),
-        "midx": (lambda data: QuantizedSoftmax(data.n_items, 16, 4, 2), {"chunk": 4}),
-    }
     found = {}
-    for name, (negatives, settings) in cases.items():
+    for name, (negatives, settings) in cases().items():
         model = library.SentenceTransformer(folder, device="cpu")
         loss = NegativesLoss(model, dataset, negatives, tau=0.1, **settings)
-        more = {"batch_sampler": clustered(loss, size=4, every=1)} if name == "mined" else {}
+        more = {"batch_sampler": Clustered(loss, size=4, every=1)} if name == "mined" else {}
+        place, size = out / f"{name}{world}", 16 // world
+        with_lists, with_ids = [refreshing(loss)], TextIds(loss)
         trained(
-            model,
-            dataset,
-            loss,
-            out / f"{name}{world}",
-            [refreshing(loss)],
-            text_ids(loss),
-            max_steps=6,
-            per_device_train_batch_size=16 // world,
-            **more,
+            model, dataset, loss, place, with_lists, with_ids, max_steps=6, per_device_train_batch_size=size, **more
         )
         found[name] = model.encode(WORDS, normalize_embeddings=True).tolist()
-    (out / f"{world}.json").write_text(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    import datasets  # noqa: F401  # once, before the ranks part
+    import sentence_transformers  # noqa: F401
+
+    import sparring.training.text_trainer  # noqa: F401
+
+    child = os.fork()
+    rank = "1" if child == 0 else "0"
+    os.environ |= {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+    vectors = all_trained(sys.argv[1], Path(sys.argv[2]), 2)
+    if child:
+        (Path(sys.argv[2]) / "2.json").write_text(json.dumps(vectors))
+        sys.exit(os.waitpid(child, 0)[1])

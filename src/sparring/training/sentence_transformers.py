@@ -57,14 +57,14 @@ class NegativesLoss(nn.Module):
 
     - `positives=2`: the second and third column are both positives. Each is a row of the batch with the same anchor; an
       empty text stands for none. The loss is the mean over these rows.
-    - `chunk=64`: texts are encoded 64 at a time with a gradient cache, so that a batch of any size fits into memory, for
-      a second forward pass.
+    - `chunk=64`: texts are encoded 64 at a time with a gradient cache, so that a batch of any size fits into memory,
+      for a second forward pass.
     - Over several ranks, candidates of all ranks are gathered with their gradient: ranks train what one process would
       with their rows in one batch. `gather=False` keeps each rank to its own.
     - Negatives that are rebuilt from the catalogue before each epoch (ANCE, MIDX) need `refreshing(loss)` among the
-      trainer's callbacks, and batches of similar anchors (NGAME) `clustered(loss)` as its batch sampler.
+      trainer's callbacks, and batches of similar anchors (NGAME) `Clustered(loss)` as its batch sampler.
     - Texts are recognised by their tokens: pass the `prompts` of anchors and positives if the trainer uses any. With
-      `text_ids(loss, args)` as data collator the ids come with the batch, for prompts and any kind of model.
+      `TextIds(loss, args)` as data collator the ids come with the batch, for prompts and any kind of model.
     - MatryoshkaLoss may wrap it. `loss=Matryoshka(dims)` is the same loss with a single draw of negatives, and works
       with negatives that compare or keep vectors.
     """
@@ -93,7 +93,7 @@ class NegativesLoss(nn.Module):
         self.data = pairs_of(dataset, positives)
         self.row_queries = self.data.query_ids.encode(list(*_columns(dataset, 1).values()))
         self.negatives = negatives(self.data)
-        self.batches: ClusteredBatches | None = None  # that clustered() makes
+        self.batches: ClusteredBatches | None = None  # that Clustered makes
         self.refreshed = False
         self.width = int(model.get_embedding_dimension())
         known = self.data.positives()
@@ -277,7 +277,7 @@ class NegativesLoss(nn.Module):
         return lambda features: _cut(_unit(forward(dict(features))), width)
 
     def _ids(self, features: Features, side: Literal["query", "item"], column: int) -> Tensor:
-        """Dense ids (n,) of the texts of a column: the collator's, or found by tokens; -1 for unknown hard negatives."""
+        """Dense ids (n,) of the texts of a column: the collator's, or by tokens; -1 for unknown hard negatives."""
         ids = features.pop(TEXT_IDS, None)
         if isinstance(ids, Tensor):
             return ids

@@ -123,7 +123,8 @@ class GradientCache:
         leaves = [part.vectors for part in self.parts]
         grads = torch.autograd.grad(loss, [*leaves, *others], allow_unused=True)
         result = loss.detach().requires_grad_()
-        result.register_hook(lambda scale: self._replay(scale, grads[: len(leaves)], zip(others, grads[len(leaves) :])))
+        of_others = list(zip(others, grads[len(leaves) :], strict=True))
+        result.register_hook(lambda scale: self._replay(scale, grads[: len(leaves)], of_others))
         return result
 
     def _replay(

@@ -1,7 +1,7 @@
 """What SentenceTransformerTrainer needs beside NegativesLoss: a collator, a callback and a batch sampler.
 
-args = SentenceTransformerTrainingArguments("out", batch_sampler=clustered(loss, size=8), prompts={"query": "query: "})
-SentenceTransformerTrainer(model, args, dataset, loss=loss, data_collator=text_ids(loss, args),
+args = SentenceTransformerTrainingArguments("out", batch_sampler=Clustered(loss, size=8), prompts={"query": "query: "})
+SentenceTransformerTrainer(model, args, dataset, loss=loss, data_collator=TextIds(loss, args),
                            callbacks=[refreshing(loss)]).train()
 """
 
@@ -25,13 +25,13 @@ def _library(module: str) -> Any:
     return optional(module, "sentence-transformers", "training with sentence-transformers")
 
 
-class text_ids:  # noqa: N801  # used as a function
+class TextIds:
     """A data collator that passes the id of every text beside its tokens, so that NegativesLoss need not look it up.
 
     Prompts and routes are those of the training arguments; the loss then uses the same prompts for texts that it draws.
     Needed for texts that differ only beyond the model's maximum length.
 
-        SentenceTransformerTrainer(..., loss=loss, data_collator=text_ids(loss, args))
+        SentenceTransformerTrainer(..., loss=loss, data_collator=TextIds(loss, args))
     """
 
     def __init__(self, loss: NegativesLoss, args: Any = None) -> None:
@@ -98,14 +98,14 @@ def _folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-class clustered:  # noqa: N801  # used as a function
+class Clustered:
     """A `batch_sampler` of the training arguments: batches of similar anchors, as in NGAME.
 
     Anchors are clustered by the vectors that they had in their last step, from epoch `start` on, again every `every`
     epochs, into clusters of about `size` rows, twice as large from each epoch in `grow`. It needs `refreshing(loss)`
     among the callbacks. Evaluation keeps the trainer's own order.
 
-        SentenceTransformerTrainingArguments(..., batch_sampler=clustered(loss, size=8))
+        SentenceTransformerTrainingArguments(..., batch_sampler=Clustered(loss, size=8))
 
     Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023, section 3.
     """
@@ -134,7 +134,7 @@ class clustered:  # noqa: N801  # used as a function
     ) -> Any:
         samplers, loss = _library("sentence_transformers.base.sampler"), self.loss
         if loss is None:
-            raise UserError("these training arguments were read from a checkpoint: make clustered(loss) anew")
+            raise UserError("these training arguments were read from a checkpoint: make Clustered(loss) anew")
         common = {"batch_size": batch_size, "drop_last": drop_last, "generator": generator, "seed": seed}
         if len(dataset) != len(loss.row_queries):  # the evaluation set
             return samplers.DefaultBatchSampler(range(len(dataset)), **common)
