@@ -165,7 +165,7 @@ def test_matryoshka_of_ours_is_theirs(model: Any, dataset: Any) -> None:
 
 
 def test_several_positives_of_an_anchor(model: Any) -> None:
-    """Of two columns of positives every text but an empty one is a row; an anchor's positives never count against it."""
+    """Of two positive columns every text but an empty one is a row; an anchor's positives do not count against it."""
     rows = {"a": ["red", "blue hat", "old lamp"], "p": ["shoe", "hat", "lamp"], "p2": ["coat", "", "wool"]}
     loss = NegativesLoss(model, rows, lambda data: InBatch(exclude="known"), tau=TAU, positives=2)
     found = float(loss(batch(model, *rows.values())).detach())
