@@ -54,6 +54,7 @@ SLOW = (
     "training/test_lock.py",
     "training/test_matrix.py",
     "training/test_resume.py::test_killed",
+    "training/test_text_trainer.py::test_two_ranks",
 )
 # Contracts, losses, reference kernels, data, statistics: `make test-fast`.
 FAST = (

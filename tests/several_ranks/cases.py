@@ -87,6 +87,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "graph": ("tables", {"n": 16, "model": "lightgcn", "item_bias": True}),
     "graph, hops": ("mixgcf", {"n": 8, "k": 2, "model": "lightgcn"}),
     "labels": ("dpr", {"warmup": 2, "draw": "propensity", "optimizer": "adam"}),
+    "symmetric, cut": ("mns", {"n": 16, "symmetric": True, "matryoshka": (3, 5)}),
 }
 
 # Four ranks exchange what two exchange, so every third case shows it; all of them if the proof is full.

@@ -13,7 +13,8 @@ import torch
 from sparring.core.errors import UserError
 from sparring.negatives import Cache, InBatch, Memory, QuantizedSoftmax, Resample, Sampled, Uniform, Union
 from sparring.recipes import item_frequency
-from sparring.training.sentence_transformers import NegativesLoss, hard_negatives, in_batch, pairs_of, row_keys
+from sparring.training.sentence_transformers import NegativesLoss, hard_negatives, in_batch, pairs_of
+from sparring.training.text_batches import text_keys
 from support.texts import WORDS, tiny_bert
 
 library = pytest.importorskip("sentence_transformers")
@@ -137,7 +138,7 @@ def test_texts_are_recognised_by_their_tokens(model: Any, dataset: Any) -> None:
         torch.tensor([1, 1, 1, 1, 0]),
     )
     masks = torch.stack([mask, mask.flip(0), mask, torch.tensor([1, 1, 1, 0, 0])])
-    keys = row_keys(tokens, masks).tolist()
+    keys = text_keys({"input_ids": tokens, "attention_mask": masks}).tolist()
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
     loss = NegativesLoss(model, dataset)
@@ -148,10 +149,11 @@ def test_texts_are_recognised_by_their_tokens(model: Any, dataset: Any) -> None:
     assert torch.isfinite(prompted(features))
 
 
-def test_what_needs_our_own_loop_is_refused(model: Any, dataset: Any) -> None:
-    """Negatives with a refresh, a dataset of one column and a row without a text raise errors."""
-    with pytest.raises(UserError, match="sparring train"):
-        NegativesLoss(model, dataset, lambda data: QuantizedSoftmax(data.n_items, 16, 4, 2))
+def test_bad_data_is_refused(model: Any, dataset: Any) -> None:
+    """Negatives that nobody refreshes, a dataset of one column and a row without a text raise errors."""
+    loss = NegativesLoss(model, dataset, lambda data: QuantizedSoftmax(data.n_items, 16, 4, 2))
+    with pytest.raises(UserError, match="refreshing"):
+        loss(batch(model, dataset["anchor"][:4], dataset["positive"][:4]))
     with pytest.raises(UserError, match="anchors and positives"):
         NegativesLoss(model, {"anchor": ["red"]})
     with pytest.raises(UserError, match="text in anchor"):

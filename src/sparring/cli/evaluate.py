@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ def add_evaluate(commands: Commands) -> None:
     parser = commands.add(
         "evaluate",
         "Rank the complete catalogue for every test query of a run, and print the metrics.",
-        "sparring evaluate runs/first --k 10,20,50",
+        "sparring evaluate runs/first --k 10,20,50 --trec-out first.trec",
         evaluate,
     )
     add_run(parser)
@@ -68,6 +69,8 @@ def add_evaluate(commands: Commands) -> None:
     group.add_argument("--novelty", type=novelties, metavar="N,N", help=text)
     text = "with several values of --novelty: folder for a page, a figure and the table"
     group.add_argument("--report", type=Path, metavar="FOLDER", help=text)
+    text = "also write the lists as a TREC run file, which trec_eval and others read"
+    group.add_argument("--trec-out", type=Path, metavar="FILE", help=text)
     add_baselines(group)
     add_unfinished(group)
     add_device(group)
@@ -81,6 +84,8 @@ def evaluate(args: Namespace) -> int:
     from sparring.recipes.finding import short
     from sparring.training import trained as runs
 
+    if args.run.is_file():
+        return _run_file(args)
     device = pick_device(args.device)
     several = len(args.novelty or ()) > 1
     if args.report is not None and not several:
@@ -106,12 +111,18 @@ def evaluate(args: Namespace) -> int:
     how, seen = trained.how(args.ranking), None if task.seen is None else task.seen.to(device)
     given = {"counts": task.counts, "propensity": propensity, "misses": task.misses}
 
-    def ranked(model: Any, listed: Any) -> Evaluation:
-        return rank(model.to(device), task.test, seen, cutoffs, names, args.dialect, **given, among=listed)
+    def ranked(model: Any, listed: Any, to: Any = None) -> Evaluation:
+        return rank(model.to(device), task.test, seen, cutoffs, names, args.dialect, **given, among=listed, lists_to=to)
 
     rankings, listed = _rankings(trained), trained.eligibility.listed(len(trained.ids.item_ids))
     sources = [name for name in rankings if name.startswith(PARTS)]
-    results = {name: ranked(model, listed) for name, model in rankings.items() if name in ("encoder", how, *sources)}
+    written = nullcontext() if args.trec_out is None else _trec_file(args.trec_out, trained, args.run)
+    with written as to:
+        results = {
+            name: ranked(model, listed, to if name == how else None)
+            for name, model in rankings.items()
+            if name in ("encoder", how, *sources)
+        }
     chosen = results[how]
     baselines = _baselines(trained, task, ranked, device) if args.baselines else {}
     facts = {"run": str(args.run), "ranked": task.title, "ranking": how, "dialect": args.dialect}
@@ -135,7 +146,43 @@ def evaluate(args: Namespace) -> int:
         lines = behind(chosen, baselines)
         parts += ["", beside_table(short(trained.meta["recipe"]), chosen, baselines), *([""] if lines else []), *lines]
     left_out = [] if task.left_out is None else [_left_out_line(task.left_out)]
+    parts += [] if args.trec_out is None else ["", f"the {cutoffs[-1]} best of each query: {args.trec_out}"]
     return result(args, [record], "; ".join(words), *left_out, *parts)
+
+
+def _trec_file(path: Path, trained: Trained, run: Path) -> Any:
+    from sparring.evaluation.trec import RunFile
+
+    return RunFile(path, trained.ids.query_ids, trained.ids.item_ids, run.name)
+
+
+def _run_file(args: Namespace) -> int:
+    """The metrics of a TREC run file, of any system, on the test part of data."""
+    from sparring.data.splits import split
+    from sparring.evaluation.metrics import METRICS, parse
+    from sparring.evaluation.ranking import evaluate_lists
+    from sparring.evaluation.trec import read_run
+
+    if args.data is None:
+        raise UserError(f"{args.run} is a file of rankings: give the judged data with --data FOLDER")
+    for name, given in (("--trec-out", args.trec_out), ("--novelty", args.novelty), ("--ranking", args.ranking)):
+        if given is not None:
+            raise UserError(f"{name} needs a run folder, and {args.run} is a file of rankings")
+    data = inputs.read_data(args.data, inputs.columns(args))
+    test = data if data.split is None else (split(data).test if args.part == "test" else split(data).valid)
+    if test is None:
+        raise UserError(f"{args.data} has no {args.part} part")
+    cutoffs, notes, names = inputs.cutoffs_for(args.k, test.n_items), list[str](), []
+    for name in METRICS:
+        try:
+            names.append(parse(name, args.dialect).name)
+        except UserError:  # the dialect does not define this metric
+            continue
+    lists = read_run(args.run, test, cutoffs[-1], notes.append)
+    found = evaluate_lists(lists, test, test.n_items, cutoffs, names, args.dialect)
+    record = {"run": str(args.run), "ranked": str(args.data), "dialect": args.dialect, **found.to_dict()}
+    title = f"{args.run} on {args.data}: {len(found.query_ids):,} queries"
+    return result(args, [record], title, *notes, *(part for each in evaluation_tables(found) for part in ("", each)))
 
 
 def _curve(args: Namespace, trained: Trained, task: _Task, k: int, device: Any) -> int:
@@ -292,7 +339,11 @@ def _new_pairs(trained: Trained, data: Interactions, args: Namespace) -> _Task:
         without = np.setdiff1d(queries[unlisted], queries[new])  # known queries with unknown items alone
         misses = Misses(occurrences(queries[unlisted], n_queries), len(without) + left_out["unknown_queries"])
     pairs = Interactions(
-        queries[new].astype(np.int32), items[new].astype(np.int32), trained.ids.query_ids, trained.ids.item_ids
+        queries[new].astype(np.int32),
+        items[new].astype(np.int32),
+        trained.ids.query_ids,
+        trained.ids.item_ids,
+        grade=None if data.grade is None else data.grade[rows][new],
     )
     title = f"the pairs of {args.data}" + " that it was not trained on" * (not trained.repeats)
     seen = None if trained.repeats else trained.seen

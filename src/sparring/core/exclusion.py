@@ -198,3 +198,30 @@ class KnownPositives(Exclude):
         if not len(known):
             return torch.zeros_like(keys, dtype=torch.bool)
         return known[torch.searchsorted(known, keys).clamp_(max=len(known) - 1)] == keys
+
+
+class KnownQueries(Exclude):
+    """The queries of a batch that have the item of a row: all known positives, with rows and columns swapped.
+
+    The candidates are the queries of the batch in order; each row is an item.
+    """
+
+    name = "queries with the item"
+
+    def __init__(self, known: Exclude, items: Tensor) -> None:
+        self.known, self.items = known, items
+
+    def keyed(self, ids: Tensor) -> bool:
+        return False
+
+    def places(self, ids: Tensor) -> ExcludedPairs:
+        found = self.known.places(self.items)
+        return found.T if isinstance(found, Tensor) else self.hits(ids)
+
+    def mask(self, ids: Tensor) -> Tensor:
+        return self.known.mask(self.items).T
+
+    def hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        queries, items = self.known.hits(self.items)
+        items, order = torch.sort(items, stable=True)
+        return items, queries[order]

@@ -8,10 +8,10 @@ this: see types.Ranks.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -102,8 +102,8 @@ class Group(Ranks):
         return [n * rank // self.world for rank in range(self.world + 1)]
 
     def own(self, x: Tensor) -> Tensor:
-        n = len(x)
-        return x[n * self.rank // self.world : n * (self.rank + 1) // self.world]
+        bounds = self.bounds(len(x))
+        return x[bounds[self.rank] : bounds[self.rank + 1]]
 
     def gather(self, x: Tensor, n: int) -> Tensor:
         if not (torch.is_grad_enabled() and x.is_floating_point()):
@@ -130,7 +130,7 @@ class Group(Ranks):
 
     def gather_parts(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
         """Concatenate the parts of all ranks, rank r holding rows bounds[r] to bounds[r + 1]; no gradient."""
-        sizes = [high - low for low, high in pairwise(bounds)]
+        sizes = [high - low for low, high in itertools.pairwise(bounds)]
         most = max(sizes)
         whole = x.new_empty(self.world * most, *x.shape[1:])
         _all_gather(whole, _padded(x.detach(), most), group=self.group)
@@ -141,7 +141,7 @@ class Group(Ranks):
 
     def scatter_sum(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
         """This rank's part of the sum of x over ranks, cut at the bounds: the backward pass of `gather_parts`."""
-        sizes = [high - low for low, high in pairwise(bounds)]
+        sizes = [high - low for low, high in itertools.pairwise(bounds)]
         most = max(sizes)
         if min(sizes) == most:
             whole = x.contiguous()
@@ -155,6 +155,21 @@ class Group(Ranks):
     def count(self, what: str, size: int) -> None:
         if self.wire is not None:
             self.wire[what] = self.wire.get(what, 0) + size
+
+
+class UnevenGroup(Group):
+    """The ranks of a process group of which each brings `rows` rows of its own to a step, not an equal part.
+
+    Tensors over all these rows are cut where the ranks' rows end; any others into equal parts.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__()
+        counts = self.gather_parts(torch.tensor([rows], device=device), range(self.world + 1)).tolist()
+        self.ends = [0, *itertools.accumulate(counts)]
+
+    def bounds(self, n: int) -> list[int]:
+        return self.ends if n == self.ends[-1] else super().bounds(n)
 
 
 def _padded(x: Tensor, n: int) -> Tensor:

@@ -148,6 +148,9 @@ class Interactions:
     time: np.ndarray | None = None  # (n,) int64 or float64; dates become microseconds since 1970; see pairs.NO_TIME
     weight: np.ndarray | None = None  # (n,) float32
     split: np.ndarray | None = None  # (n,) uint8: 0 train, 1 valid, 2 test, where the file has one
+    grade: np.ndarray | None = (
+        None  # (n,) float32 above 0: how relevant the item is, for ndcg; training does not read it
+    )
     shown: tuple[np.ndarray, np.ndarray] | None = None  # (queries, items) shown and not clicked, int32
     shown_time: np.ndarray | None = None  # of the shown pairs, like time
     shown_split: np.ndarray | None = None  # of the shown pairs, like split
@@ -161,7 +164,7 @@ class Interactions:
     notes: tuple[str, ...] = ()  # the rows that the reader dropped or merged, and the spread of the weights
 
     def __post_init__(self) -> None:
-        for name in ("items", "time", "weight", "split"):
+        for name in ("items", "time", "weight", "split", "grade"):
             column = getattr(self, name)
             if column is not None and len(column) != len(self.queries):
                 raise UserError(f"{name} has {len(column):,} rows, queries has {len(self.queries):,}")
@@ -212,8 +215,8 @@ class Interactions:
         rows = np.asarray(rows)
         if rows.dtype == bool and rows.shape != self.queries.shape:
             raise UserError(f"the mask has {len(rows):,} rows, the interactions have {len(self):,}")
-        time, weight, split = (_take(column, rows) for column in (self.time, self.weight, self.split))
-        return replace(self, queries=self.queries[rows], items=self.items[rows], time=time, weight=weight, split=split)
+        names = ("queries", "items", "time", "weight", "split", "grade")
+        return replace(self, **{name: _take(getattr(self, name), rows) for name in names})
 
     def titles(self) -> np.ndarray | None:
         """(N,) object array of item titles (None where unknown), or None when the item table has none."""
@@ -293,7 +296,7 @@ class Split:
         if valid is None:
             return self
         columns: dict[str, np.ndarray | None] = {}
-        for name in ("queries", "items", "time", "weight", "split"):
+        for name in ("queries", "items", "time", "weight", "split", "grade"):
             parts = [getattr(part, name) for part in (train, valid)]
             columns[name] = None if any(part is None for part in parts) else np.concatenate(parts)
         keys = [column for name in ("weight", "time", "items", "queries") if (column := columns[name]) is not None]

@@ -11,6 +11,7 @@ from sparring.evaluation.metrics import (
     METRICS,
     PROPENSITY_METRICS,
     STRATA,
+    Graded,
     Metric,
     per_query,
     popularity_bins,
@@ -58,13 +59,18 @@ class MetricAccumulator:
         misses: Misses | None = None,
     ) -> None:
         self.n_items, self.cutoffs, self.counts, self.propensity = n_items, cutoffs, counts, propensity
-        self.pairs = np.unique(test.queries.astype(np.int64) * n_items + test.items)
+        self.pairs, place = np.unique(test.queries.astype(np.int64) * n_items + test.items, return_inverse=True)
+        given = getattr(test, "grade", None)
+        self.grades: np.ndarray | None = None if given is None else np.zeros(len(self.pairs))  # of each pair
+        if self.grades is not None:
+            np.maximum.at(self.grades, place, given)
         self.query_ids, self.query_of_pair, self.relevant = np.unique(
             self.pairs // n_items, return_inverse=True, return_counts=True
         )
         self.missed_queries = 0 if misses is None else misses.queries
+        self.missing = np.zeros(0, dtype=np.int64) if misses is None else misses.items[self.query_ids]
         if misses is not None:
-            self.relevant = self.relevant + misses.items[self.query_ids]
+            self.relevant = self.relevant + self.missing
         # Dialects that average over other queries: all of the data, or also the test points without a label.
         self.averaged_over = {"xir-release": test.n_queries, "xc": len(self.query_ids) + getattr(test, "empty", 0)}
         self.ranked = [m for m in chosen if m.name in METRICS]
@@ -75,6 +81,7 @@ class MetricAccumulator:
         if counts is not None and any(m.name == "popularity" for m in chosen):
             self.percentile = popularity_percentile(counts)
             labels.append("popularity")
+        self.ideals: dict[tuple[int, str | None], np.ndarray] = {}
         self.per_query = {f"{label}@{k}": np.zeros(len(self.query_ids)) for label in labels for k in cutoffs}
         self.listed = {k: np.zeros(n_items, dtype=np.int64) for k in cutoffs}  # lists that hold the item
         self.found = {k: np.zeros(n_items, dtype=np.int64) for k in cutoffs}  # lists that hold it as a hit
@@ -102,9 +109,11 @@ class MetricAccumulator:
         filled = ids >= 0
         hits = (self.pairs[index] == keys) & filled
         gains = self.propensity[ids] * hits if self.weighted and self.propensity is not None else hits
+        graded = None if self.grades is None else self.grades[index] * hits
         for k in self.cutoffs:
+            known = None if graded is None else Graded(graded, self._ideal(k)[rows])
             for metric in self.ranked:
-                self.per_query[metric.key(k)][rows] = per_query(metric, hits, self.relevant[rows], k)
+                self.per_query[metric.key(k)][rows] = per_query(metric, hits, self.relevant[rows], k, known)
             for metric in self.weighted:
                 self.per_query[metric.key(k)][rows] = propensity_gains(metric, gains, self.relevant[rows], k)
             if self.percentile is not None:
@@ -116,9 +125,32 @@ class MetricAccumulator:
             tested = np.flatnonzero(self.relevant_in[name][rows])
             relevant = self.relevant_in[name][rows][tested]
             stratum_hits = hits[tested] & self.stratum[name][ids[tested]]
-            for metric in self.by_stratum:
-                for k in self.cutoffs:
-                    sums[metric.key(k)] += float(per_query(metric, stratum_hits, relevant, k).sum())
+            for k in self.cutoffs:
+                known = None
+                if graded is not None:
+                    known = Graded(graded[tested] * stratum_hits, self._ideal(k, name)[rows][tested])
+                for metric in self.by_stratum:
+                    sums[metric.key(k)] += float(per_query(metric, stratum_hits, relevant, k, known).sum())
+
+    def _ideal(self, k: int, stratum: str | None = None) -> np.ndarray:
+        """(U,) the largest possible sum_{r<=k} g_r / log2(r + 1), of all items or those of a stratum.
+
+        Items that the model does not know count with grade 1.
+        """
+        if (k, stratum) not in self.ideals:
+            assert self.grades is not None
+            kept = slice(None) if stratum is None else self.stratum[stratum][self.pairs % self.n_items]
+            queries, grades = self.query_of_pair[kept], self.grades[kept]
+            if stratum is None and len(self.missing):
+                queries = np.concatenate([queries, np.repeat(np.arange(len(self.missing)), self.missing)])
+                grades = np.concatenate([grades, np.ones(len(queries) - len(grades))])
+            order = np.lexsort((-grades, queries))
+            queries, grades = queries[order], grades[order]
+            sizes = np.bincount(queries, minlength=len(self.query_ids))
+            rank = np.arange(len(queries)) - (np.cumsum(sizes) - sizes)[queries]
+            gains = np.where(rank < k, grades / np.log2(rank + 2), 0.0)
+            self.ideals[k, stratum] = np.bincount(queries, weights=gains, minlength=len(self.query_ids))
+        return self.ideals[k, stratum]
 
     def close(self) -> None:
         """Divide gains by propensity by the mean of their largest possible values, so that their mean is the metric."""

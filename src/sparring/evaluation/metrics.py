@@ -13,6 +13,11 @@ at least one relevant item.
     map@k        sum_{r<=k} h_r H_r / r  /  min(k, n)
     ndcg@k       sum_{r<=k} h_r / log2(r + 1)  /  sum_{r<=min(k, n)} 1 / log2(r + 1)
 
+Where test pairs have grades g (a BEIR folder whose qrels have other scores than 1), ndcg of the dialects standard and
+trec has g_r for h_r, and the best possible order of all grades below, as BEIR and trec_eval's ndcg_cut_k compute it:
+
+    ndcg@k       sum_{r<=k} g_r / log2(r + 1)  /  sum_{r<=k} g_(r) / log2(r + 1),   g_(1) >= g_(2) >= ... all grades
+
 The other dialects differ only as listed; their metrics carry the dialect in the key (`ndcg_rectools@10`):
 
     trec         trec_eval's recall_k, P_k, success_k, recip_rank, map_cut_k, ndcg_cut_k: map divides by n.
@@ -46,6 +51,7 @@ training interactions).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -96,6 +102,11 @@ class Metric:
         return self.dialect in _ONLY and self.name in METRICS
 
     @property
+    def graded(self) -> bool:
+        """Whether it reads grades where test pairs have them."""
+        return self.name == "ndcg" and self.dialect in ("standard", "trec")
+
+    @property
     def of_hits(self) -> bool:
         """Whether it is a coverage that counts only hits."""
         return self.name == "coverage" and self.dialect == "xc"
@@ -121,12 +132,23 @@ def parse(name: str, dialect: str = "standard") -> Metric:
     return Metric(plain, chosen)
 
 
-def per_query(metric: Metric, hits: np.ndarray, relevant: np.ndarray, k: int) -> np.ndarray:
+class Graded(NamedTuple):
+    """The grades of lists, and of all relevant items of their queries."""
+
+    gains: np.ndarray  # (U, K) the grade of each hit, 0 at misses
+    ideal: np.ndarray  # (U,) the largest possible value of sum_{r<=k} g_r / log2(r + 1)
+
+
+def per_query(
+    metric: Metric, hits: np.ndarray, relevant: np.ndarray, k: int, graded: Graded | None = None
+) -> np.ndarray:
     """(U,) values of a metric at cutoff k, from hits (U, K >= k) and numbers of relevant items (U,) >= 1."""
+    if graded is not None and metric.graded:
+        value: np.ndarray = graded.gains[:, :k] @ (1 / np.log2(np.arange(2, k + 2))) / graded.ideal
+        return value
     h = hits[:, :k].astype(np.float64)
     rank = np.arange(1, k + 1)
     n, capped = relevant.astype(np.float64), np.minimum(relevant, k)
-    value: np.ndarray
     if metric.name == "recall":
         value = h.sum(1) / (capped if metric.dialect == "lenskit" else n)
     elif metric.name == "precision":

@@ -98,6 +98,7 @@ def evaluate(
     ranks: Ranks = ALONE,
     misses: Misses | None = None,
     among: Tensor | None = None,
+    lists_to: Callable[[np.ndarray, np.ndarray], None] | None = None,
 ) -> Evaluation:
     """Rank the complete catalogue for every query with a test item, without its seen items, and measure the lists.
 
@@ -106,7 +107,8 @@ def evaluate(
     default those in `seen`; they define popularity@k and the strata head, mid and tail, which are omitted without them.
     In a stratum only its own items are relevant, and means are over the queries with such a test item; a stratum also
     has coverage@k of its items, share@k (its share of all listed places), and its numbers of items and queries.
-    `progress(done, total)` is called after each chunk of queries. `among` are the items that a list may hold, by
+    `progress(done, total)` is called after each chunk of queries, `lists_to(queries, lists)` with the dense ids of the
+    queries and their lists (n, K), such as `evaluation.trec.RunFile`. `among` are the items that a list may hold, by
     default all: a table of ids has no useful vector of an item that it was not trained on (training/eligibility.py).
 
     If a test item has no interactions, it is cold, and there are three more strata: "warm", "cold" (both in the ranking
@@ -140,7 +142,10 @@ def evaluate(
         total = len(accumulator.query_ids)
         for start in range(0, total, _CHUNK):
             queries = torch.from_numpy(accumulator.query_ids[start : start + _CHUNK])
-            accumulator.add(start, lists.of(queries, max(k)).cpu().numpy())
+            found = lists.of(queries, max(k)).cpu().numpy()
+            accumulator.add(start, found)
+            if lists_to is not None:
+                lists_to(queries.numpy(), found)
             if progress is not None:
                 progress(min(start + _CHUNK, total), total)
         alone = {}
@@ -156,7 +161,7 @@ def _cold_among_cold(lists: _RankedLists, whole: MetricAccumulator, test: Pairs)
     assert lists.among is not None
     if not len(lists.among):
         return {}
-    pairs = _SomePairs(test.queries, test.items, test.n_queries, np.isin(test.items, cold))
+    pairs = _SomePairs(test, np.isin(test.items, cold))
     metrics = MetricAccumulator(pairs, whole.n_items, whole.by_stratum, whole.cutoffs, None, None)
     for start in range(0, len(metrics.query_ids), _CHUNK):
         queries = torch.from_numpy(metrics.query_ids[start : start + _CHUNK])
@@ -168,8 +173,10 @@ def _cold_among_cold(lists: _RankedLists, whole: MetricAccumulator, test: Pairs)
 class _SomePairs:
     """The test pairs that a mask keeps."""
 
-    def __init__(self, queries: np.ndarray, items: np.ndarray, n_queries: int, kept: np.ndarray) -> None:
-        self.queries, self.items, self.n_queries = queries[kept], items[kept], n_queries
+    def __init__(self, test: Pairs, kept: np.ndarray) -> None:
+        self.queries, self.items, self.n_queries = test.queries[kept], test.items[kept], test.n_queries
+        grade = getattr(test, "grade", None)
+        self.grade = None if grade is None else grade[kept]
 
 
 class _RankedLists:

@@ -9,6 +9,7 @@ from sparring.losses.pairwise import Surrogate, bpr, ccl, gbce, hinge, psl
 from sparring.losses.softmax import BSLForm, Loss, bsl, sampled_softmax, softmax_loss
 from sparring.losses.softmax_at_k import SLatK
 from sparring.losses.temperature import Fixed, Learned
+from sparring.losses.wrappers import Matryoshka, Symmetric
 
 __all__ = [
     "AdaTau",
@@ -17,10 +18,12 @@ __all__ = [
     "HardPairs",
     "Learned",
     "Loss",
+    "Matryoshka",
     "OnlineHard",
     "Reduction",
     "SLatK",
     "Surrogate",
+    "Symmetric",
     "adaptive_softmax",
     "bpr",
     "bsl",

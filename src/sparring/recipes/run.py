@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from sparring.data.batches import RandomBatches
 from sparring.data.histories import Histories, histories
 from sparring.data.interactions import Ids, Interactions
 from sparring.data.texts.texts import find_texts
-from sparring.losses import Fixed, Learned, Loss, sampled_softmax
+from sparring.losses import Fixed, Learned, Loss, Matryoshka, Symmetric, sampled_softmax
 from sparring.models import finding
 from sparring.models.build import device_bytes, solved_retriever, table_bytes, text_sides, width
 from sparring.models.inputs import Inputs, no_pairs, no_past
@@ -124,13 +124,30 @@ def compose(data: Interactions, setup: Setup, *terms: Term, model: Retriever | N
         if setup.model.score == "dot" or setup.temperature.learn_tau:
             setup = setup.replaced(tau=tau)
     temperature = Learned(tau) if setup.temperature.learn_tau else Fixed(tau)
+    terms = tuple(replace(term, loss=_wrapped(term.loss, setup)) for term in terms)
+    dims = setup.training.matryoshka
     if model is not None:
-        return Run(_own_model(model, data, setup), terms, temperature, setup.replaced(model_name=OWN))
+        _check_cuts(dims, _own_model(model, data, setup))
+        return Run(model, terms, temperature, setup.replaced(model_name=OWN))
     ids = Ids(data.query_ids, data.item_ids, data.query_table, data.item_table)
     model = build_towers(setup, ids, lambda: histories(data), known=data.positives)
+    _check_cuts(dims, model)
     if setup.model.init == "spectral":
         start_from(data.positives(), model, setup.seed, tau)
     return Run(model, terms, temperature, setup)
+
+
+def _wrapped(loss: Loss, setup: Setup) -> Loss:
+    """The loss in both directions and over cut vectors, where the setup asks for them."""
+    loss = Symmetric(loss) if setup.training.symmetric else loss
+    dims = setup.training.matryoshka
+    return Matryoshka(dims, loss, setup.model.score == "cosine") if dims else loss
+
+
+def _check_cuts(dims: tuple[int, ...], model: Retriever) -> None:
+    width = model.dim - (model.item_bias is not None)
+    if max(dims, default=0) > width:
+        raise UserError(f"matryoshka={max(dims)} exceeds the {width} dimensions of a vector: raise dim or lower it")
 
 
 def _own_model(model: object, data: Interactions, setup: Setup) -> Retriever:

@@ -72,6 +72,10 @@ class TrainingSettings:
     warmup: int = setting(0, "steps in which the learning rate rises from 0", at_least=0)
     clip: float | None = setting(None, "largest norm of a gradient; none does not clip", positive=True)
     precision: Literal["float32", "tf32", "bf16"] = setting("tf32", "precision of matrix products; bf16 is autocast")
+    symmetric: bool = setting(False, "add the loss of each item against the queries of the batch")
+    matryoshka: tuple[int, ...] = setting(
+        (), "dimensions that vectors can be cut to; the loss is the mean over these and the complete vectors"
+    )
 
 
 @dataclass(frozen=True)
@@ -306,6 +310,8 @@ def check(setup: Setup) -> None:
             raise UserError(f"{side}_tower=text takes no {side}_features or {side}_vectors: leave one of them out")
         if tower == "features" and not described:
             raise UserError(f"{side}_tower=features needs columns or vectors: set {side}_features or {side}_vectors")
+    if min(setup.training.matryoshka, default=1) < 1:
+        raise UserError(f"vectors can be cut to 1 dimension or more, got matryoshka={setup.training.matryoshka}")
     if min(model.hidden, default=1) < 1:
         raise UserError(f"every hidden layer needs at least 1 unit, got hidden={model.hidden}")
 

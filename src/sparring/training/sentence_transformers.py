@@ -3,31 +3,40 @@
 loss = NegativesLoss(model, dataset)                                                      # corrected in-batch negatives
 loss = NegativesLoss(model, dataset, lambda data: Resample(InBatch(item_frequency(data))))    # BIR
 SentenceTransformerTrainer(model=model, train_dataset=dataset, loss=loss).train()
+
+What a trainer needs beside the loss, such as a callback that refreshes ANCE's lists, is in text_trainer.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import polars as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparring.core import files
 from sparring.core.errors import UserError
-from sparring.core.part import Part, listeners
-from sparring.core.types import Candidates, Outcome, Positives, Provenance, Step
+from sparring.core.part import listeners, loss_output
+from sparring.core.ranks import Group, UnevenGroup
+from sparring.core.types import ALONE, Bag, Batch, Candidates, Corpus, Outcome, Positives, Provenance, Ranks, Step
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.evaluation.ranking import top_k
 from sparring.losses import Loss, sampled_softmax
+from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.negatives import InBatch, Negatives, Popularity
+from sparring.training.text_batches import Features, GradientCache, in_groups, text_keys
 
-_BASE = 6364136223846793005  # odd, so that multiplication modulo 2^64 is invertible
 _BATCH = 1024  # texts tokenised at a time
 _LABELS = ("label", "labels", "score", "scores", "dataset_name")  # columns without texts
+TEXT_IDS = "text_ids"  # the feature in which a collator passes the ids of texts (text_trainer.py)
 
 
 def in_batch(data: Interactions) -> Negatives:
@@ -41,14 +50,23 @@ class NegativesLoss(nn.Module):
     `dataset` is the training data: anchors in its first column, positives in its second, hard negatives in any others,
     as sentence-transformers expects. The distinct positives are the catalogue. `negatives` builds any Negatives from
     the pairs as Interactions (anchors are queries), so draws from the catalogue, corrections by popularity and
-    exclusion of known positives all work. Texts are recognised by their tokens: pass the `prompts` of anchors and
-    positives if the trainer uses any. Hard negatives of the dataset are shared by the batch, uncorrected. Scores are
-    cosines over `tau`.
-
-    Negatives that are rebuilt from the complete catalogue before each epoch are refused: only Sparring's loop does
-    that.
+    exclusion of known positives all work. Hard negatives of the dataset are shared by the batch, uncorrected. Scores
+    are cosines over `tau`.
 
         loss = NegativesLoss(model, dataset, lambda data: Union(in_batch(data), Sampled(Uniform(data.n_items), 256)))
+
+    - `positives=2`: the second and third column are both positives. Each is a row of the batch with the same anchor; an
+      empty text stands for none. The loss is the mean over these rows.
+    - `chunk=64`: texts are encoded 64 at a time with a gradient cache, so that a batch of any size fits into memory,
+      for a second forward pass.
+    - Over several ranks, candidates of all ranks are gathered with their gradient: ranks train what one process would
+      with their rows in one batch. `gather=False` keeps each rank to its own.
+    - Negatives that are rebuilt from the catalogue before each epoch (ANCE, MIDX) need `refreshing(loss)` among the
+      trainer's callbacks, and batches of similar anchors (NGAME) `Clustered(loss)` as its batch sampler.
+    - Texts are recognised by their tokens: pass the `prompts` of anchors and positives if the trainer uses any. With
+      `TextIds(loss, args)` as data collator the ids come with the batch, for prompts and any kind of model.
+    - MatryoshkaLoss may wrap it. `loss=Matryoshka(dims)` is the same loss with a single draw of negatives, and works
+      with negatives that compare or keep vectors.
     """
 
     def __init__(
@@ -60,124 +78,292 @@ class NegativesLoss(nn.Module):
         tau: float = 0.05,
         prompts: tuple[str | None, str | None] = (None, None),
         seed: int = 0,
+        *,
+        positives: int = 1,
+        chunk: int | None = None,
+        gather: bool = True,
     ) -> None:
         super().__init__()
         if not tau > 0:
             raise UserError(f"tau is {tau}; it must be positive")
+        if positives < 1 or (chunk is not None and chunk < 1):
+            raise UserError(f"positives and chunk must be at least 1, got {positives} and {chunk}")
         self.model, self.loss, self.tau, self.prompts, self.seed = model, loss, tau, prompts, seed
-        self.data = pairs_of(dataset)
+        self.n_positives, self.chunk, self.gather = positives, chunk, gather
+        self.data = pairs_of(dataset, positives)
+        self.row_queries = self.data.query_ids.encode(list(*_columns(dataset, 1).values()))
         self.negatives = negatives(self.data)
-        for part in listeners(self.negatives, "refresh"):
-            raise UserError(
-                f"{type(part).__name__} is rebuilt from the catalogue before each epoch: train with `sparring train`"
-            )
-        positives = self.data.positives()
-        self.register_buffer("start", positives.start, persistent=False)
-        self.register_buffer("items", positives.items, persistent=False)
-        for side, ids in (("query", self.data.query_ids), ("item", self.data.item_ids)):
-            keys, order = self._keys_of(ids.ids.to_list(), self._prompt(side)).sort(stable=True)
-            self.register_buffer(f"{side}_keys", keys, persistent=False)
-            self.register_buffer(f"{side}_order", order, persistent=False)
+        self.batches: ClusteredBatches | None = None  # that Clustered makes
+        self.refreshed = False
+        self.width = int(model.get_embedding_dimension())
+        known = self.data.positives()
+        self.register_buffer("start", known.start, persistent=False)
+        self.register_buffer("items", known.items, persistent=False)
+        self._keys: dict[str, tuple[Tensor, Tensor]] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+    def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
         """The mean loss of a batch; in training the negatives then observe it (a cache, a memory)."""
-        features = list(sentence_features)
-        if len(features) < 2:
-            raise UserError(f"the dataset has {len(features)} columns of text: give anchors and positives")
-        q, v, *given = [self._embed(columns) for columns in features]
-        query_ids, item_ids = self._ids(features[0], "query"), self._ids(features[1], "item")
-        known = Positives(self.get_buffer("start"), self.get_buffer("items"))
-        tau = torch.tensor(self.tau, device=q.device)
-        step = Step(query_ids, item_ids, q, v, tau, self.encode_items, self._generator(q.device), known)
-        bag = self.negatives(step)
-        for columns, vectors in zip(features[2:], given, strict=True):
-            ids = self._ids(columns, "item", strict=False)
-            block = Candidates(
-                ids,
-                vectors,
-                torch.zeros(len(ids), device=q.device),
-                known.of(query_ids),
-                provenance=Provenance("hard negatives given"),
+        features = [dict(columns) for columns in sentence_features]
+        if len(features) < 1 + self.n_positives:
+            raise UserError(
+                f"the dataset has {len(features)} columns of text: give anchors and {_columns_of(self.n_positives)}"
             )
+        trains = torch.is_grad_enabled()
+        if trains and not self.refreshed and listeners(self.parts(), "refresh"):
+            name = type(listeners(self.parts(), "refresh")[0]).__name__
+            raise UserError(f"{name} is rebuilt before each epoch: pass callbacks=[refreshing(loss)] to the trainer")
+        ids = [self._ids(columns, "query" if at == 0 else "item", at) for at, columns in enumerate(features)]
+        forward = self._forward()
+        cache = GradientCache(self.model, forward, self.chunk) if self.chunk and trains else None
+        encode = cache.encode if cache else self._columns_encoded
+        q, *others = [encode(columns) for columns in features]
+        rows = torch.arange(len(q), device=q.device)
+        v, item_ids = others[0], ids[1]
+        if self.n_positives > 1:
+            v = torch.stack(others[: self.n_positives], 1).flatten(0, 1)
+            item_ids = torch.stack(ids[1 : 1 + self.n_positives], 1).flatten()
+            given = torch.nonzero(item_ids >= 0).squeeze(1)
+            v, item_ids, rows = v[given], item_ids[given], given // self.n_positives
+            q = q[rows]
+        drawn = cache.encode if cache else partial(in_groups, forward)
+        step = self._step(ids[0][rows], item_ids, q, v, drawn)
+        bag = self._bag(step)
+        for given_ids, vectors in zip(ids[1 + self.n_positives :], others[self.n_positives :], strict=True):
+            ranks = self._ranks(len(given_ids), q.device)
+            every, emb = (ranks.gather(x, _rows_of(ranks, x)) for x in (given_ids, vectors))
+            words = Provenance("hard negatives given")
+            block = Candidates(every, emb, emb.new_zeros(len(emb)), step.known(), provenance=words)
             bag = replace(bag, blocks=(*bag.blocks, block))
-        losses = self.loss(step, bag)
-        if torch.is_grad_enabled():
+        output = loss_output(self.loss, step, bag)
+        # DistributedDataParallel takes the mean over ranks, whose rows may differ in number
+        mean = output.losses.sum() * step.batch.ranks.world / max(len(step.batch), 1)
+        if trains and q.shape[-1] == self.width:
             with torch.no_grad():
-                for part in self._observers():
-                    part.observe(step, Outcome(losses.detach(), (bag,)))
-        return losses.mean()
+                done = output._replace(losses=output.losses.detach())
+                for part in listeners(self.parts(), "observe"):
+                    part.observe(step, Outcome(done.losses, (bag,), (done,)))
+        return mean if cache is None else cache.finish(mean, self.parts().parameters())
+
+    def _step(self, query_ids: Tensor, item_ids: Tensor, q: Tensor, v: Tensor, encode: Callable[..., Tensor]) -> Step:
+        ranks, width = self._ranks(len(q), q.device), q.shape[-1]
+
+        def encode_items(ids: Tensor) -> Tensor:
+            own = ranks.own(ids) if ids.dim() == 1 else ids
+            vectors = _cut(self._items_encoded(own, encode, width), width)
+            return ranks.gather(vectors, len(ids)) if ids.dim() == 1 else vectors
+
+        whole = None
+        if ranks.world > 1 or self.n_positives > 1:
+            ids = ranks.gather(torch.stack([query_ids, item_ids], 1), _rows_of(ranks, q))
+            whole = Batch(*ids.unbind(1), q, v, ranks, grouped=self.n_positives > 1)
+        tau = torch.tensor(self.tau, device=q.device)
+        known = Positives(self.get_buffer("start"), self.get_buffer("items"))
+        return Step(query_ids, item_ids, q, v, tau, encode_items, self.generator(q.device), known, whole=whole)
+
+    def _ranks(self, rows: int, device: torch.device) -> Ranks:
+        """The ranks that share a batch, of which this one holds some rows; in training only."""
+        gathers = self.gather and torch.is_grad_enabled() and _world() > 1
+        return UnevenGroup(rows, device) if gathers else ALONE
+
+    def _bag(self, step: Step) -> Bag:
+        """The bag of the negatives; vectors that they keep are cut where MatryoshkaLoss cut the batch's."""
+        width = step.q.shape[-1]
+        try:
+            bag: Bag = self.negatives(step)
+        except (RuntimeError, ValueError) as error:
+            if width == self.width:
+                raise
+            name = type(self.negatives).__name__
+            raise UserError(
+                f"{name} compares vectors of {self.width} dimensions, and MatryoshkaLoss cut them to {width}: "
+                "pass loss=Matryoshka(dims) to NegativesLoss in its place"
+            ) from error
+        return replace(bag, blocks=tuple(replace(block, emb=_cut(block.emb, width)) for block in bag.blocks))
+
+    def parts(self) -> nn.ModuleList:
+        """Everything of the loss that may have state: negatives, the loss, batches of similar anchors."""
+        some = (self.negatives, self.loss, self.batches)
+        return nn.ModuleList([part for part in some if isinstance(part, nn.Module)])
+
+    @torch.no_grad()
+    def refresh(self, epoch: int) -> None:
+        """Let all parts rebuild their state from the complete catalogue, before an epoch (from 0)."""
+        self.refreshed = True
+        parts = listeners(self.parts(), "refresh")
+        if not parts:
+            return
+        model = self.model.module if hasattr(self.model, "module") else self.model
+        ranks: Ranks = Group() if self.gather and _world() > 1 else ALONE
+        device = next(model.parameters()).device
+        known = Positives(self.get_buffer("start"), self.get_buffer("items"))
+
+        def items() -> Tensor:
+            every = torch.arange(self.data.n_items, device=device)
+            return ranks.gather(self._texts_encoded(model, ranks.own(every), "item"), len(every))
+
+        def queries(ids: Tensor) -> Tensor:
+            return self._texts_encoded(model, ids, "query")
+
+        training = model.training
+        model.eval()
+        try:
+            corpus = Corpus(epoch, items, queries, known, self.generator(device), ranks)
+            for part in parts:
+                part.refresh(corpus)
+                ranks.equalise(part.buffers())
+        finally:
+            model.train(training)
+
+    def save_state(self, path: Path) -> None:
+        """Write the state of all parts and of the generators to a file, for `load_state`."""
+        state = {f"parts.{name}": tensor for name, tensor in files.tensors_of(self.parts()).items()}
+        state |= {f"generator.{device}": made.get_state() for device, made in self._generators.items()}
+        files.write_tensors(path, state)
+
+    def load_state(self, path: Path) -> None:
+        """Continue from a state that `save_state` wrote."""
+        tensors, _ = files.read_tensors(path)
+        parts = {name.removeprefix("parts."): t for name, t in tensors.items() if name.startswith("parts.")}
+        files.load_tensors(self.parts(), parts, path)
+        for name, state in tensors.items():
+            if name.startswith("generator."):
+                self.generator(torch.device(name.removeprefix("generator."))).set_state(state)
+        self.refreshed = True
 
     def encode_items(self, ids: Tensor) -> Tensor:
         """Vectors (..., D) of positives of the catalogue; each distinct one is encoded once."""
-        distinct, which = torch.unique(ids, return_inverse=True)
-        texts = self.data.item_ids.decode(distinct.cpu()).tolist()
-        features = self.model.preprocess(texts, prompt=self.prompts[1])
-        return F.embedding(
-            which, self._embed({k: x.to(ids.device) if isinstance(x, Tensor) else x for k, x in features.items()})
-        )
+        return self._items_encoded(ids, partial(in_groups, self._forward()), self.width)
 
     def get_config_dict(self) -> dict[str, Any]:
         """The entries of this loss in the model card of sentence-transformers."""
         loss = getattr(self.loss, "__name__", type(self.loss).__name__)
         return {"negatives": type(self.negatives).__name__, "loss": loss, "tau": self.tau}
 
-    def _observers(self) -> list[Part]:
-        parts = nn.ModuleList([self.negatives, *([self.loss] if isinstance(self.loss, nn.Module) else [])])
-        return listeners(parts, "observe")
+    def _texts_encoded(self, model: Any, ids: Tensor, side: Literal["query", "item"]) -> Tensor:
+        """Vectors of texts of one side without gradient, in evaluation mode."""
+        if not len(ids):
+            return torch.zeros(0, self.width, device=ids.device)
+        texts = (self.data.query_ids if side == "query" else self.data.item_ids).decode(ids.cpu()).tolist()
+        encode = model.encode_query if side == "query" else model.encode_document
+        prompt = self.prompts[0 if side == "query" else 1] or ""  # None would take the model's default
+        size = self.chunk or 64
+        vectors: Tensor = encode(texts, prompt=prompt, convert_to_tensor=True, batch_size=size)
+        return F.normalize(vectors.float(), dim=-1).to(ids.device)
 
-    def _embed(self, features: Mapping[str, Any]) -> Tensor:
-        return F.normalize(self.model(dict(features))["sentence_embedding"].float(), dim=-1)
+    def _items_encoded(self, ids: Tensor, encode: Callable[[Features], Tensor], width: int) -> Tensor:
+        if not ids.numel():
+            return torch.zeros(*ids.shape, width, device=ids.device)
+        distinct, which = torch.unique(ids, return_inverse=True)
+        texts = self.data.item_ids.decode(distinct.cpu()).tolist()
+        features = self.model.preprocess(texts, prompt=self.prompts[1])
+        return F.embedding(
+            which, encode({k: x.to(ids.device) if isinstance(x, Tensor) else x for k, x in features.items()})
+        )
 
-    def _prompt(self, side: str) -> str | None:
-        return self.prompts[0] if side == "query" else self.prompts[1]
+    def _columns_encoded(self, features: Features) -> Tensor:
+        """Vectors of a column by the model; MatryoshkaLoss may have decorated it, and then keeps and cuts them."""
+        return in_groups(lambda group: _unit(self.model(group)), features)
 
-    def _ids(self, features: Mapping[str, Tensor], side: str, strict: bool = True) -> Tensor:
-        """Dense ids (B,) of the texts of a column by their tokens; -1 for unknown texts unless `strict`."""
-        keys, asked = self.get_buffer(f"{side}_keys"), row_keys(features["input_ids"], features["attention_mask"])
+    def _forward(self) -> Callable[[Features], Tensor]:
+        """Vectors by the model itself, at the width of the moment: MatryoshkaLoss would keep drawn texts for the next.
+
+        The backward pass of a gradient cache comes when MatryoshkaLoss has restored the model.
+        """
+        forward: Callable[[Features], Mapping[str, Tensor]] = self.model
+        width = self.width
+        if type(self.model.forward).__name__ == "ForwardDecorator":  # of MatryoshkaLoss
+            forward, width = self.model.forward.fn, int(self.model.forward.dim)
+        return lambda features: _cut(_unit(forward(dict(features))), width)
+
+    def _ids(self, features: Features, side: Literal["query", "item"], column: int) -> Tensor:
+        """Dense ids (n,) of the texts of a column: the collator's, or by tokens; -1 for unknown hard negatives."""
+        ids = features.pop(TEXT_IDS, None)
+        if isinstance(ids, Tensor):
+            return ids
+        keys, order = self._known_keys(side, features["input_ids"].device)
+        asked = text_keys(features)
         place = torch.searchsorted(keys, asked).clamp(max=len(keys) - 1)
-        ids = torch.where(keys[place] == asked, self.get_buffer(f"{side}_order")[place], -1)
-        if strict and bool((ids < 0).any()):
-            which = "an anchor" if side == "query" else "a positive"
+        ids = torch.where(keys[place] == asked, order[place], -1)
+        if column <= self.n_positives == 1 or column == 0:
+            self._check(ids, "an anchor" if side == "query" else "a positive")
+        return ids
+
+    def _check(self, ids: Tensor, which: str) -> None:
+        if bool((ids < 0).any()):
             raise UserError(
                 f"{which} of this batch is not in the dataset of NegativesLoss: "
                 "pass it all rows and the trainer's prompts"
             )
-        return ids
 
-    def _keys_of(self, texts: list[str], prompt: str | None) -> Tensor:
-        keys = []
-        for start in range(0, len(texts), _BATCH):
-            features = self.model.preprocess(texts[start : start + _BATCH], prompt=prompt)
-            keys.append(row_keys(features["input_ids"], features["attention_mask"]))
-        return torch.cat(keys)
+    def _known_keys(self, side: Literal["query", "item"], device: torch.device) -> tuple[Tensor, Tensor]:
+        """The hashes of all texts of a side in ascending order, and their dense ids."""
+        if side not in self._keys:
+            texts = (self.data.query_ids if side == "query" else self.data.item_ids).ids.to_list()
+            prompt, parts = self.prompts[0 if side == "query" else 1], []
+            for first in range(0, len(texts), _BATCH):
+                parts.append(text_keys(self.model.preprocess(texts[first : first + _BATCH], prompt=prompt)))
+            keys, order = torch.cat(parts).sort(stable=True)
+            self._keys[side] = keys, order
+        keys, order = self._keys[side]
+        if keys.device != device:
+            keys, order = self._keys[side] = keys.to(device), order.to(device)
+        return keys, order
 
-    def _generator(self, device: torch.device) -> torch.Generator:
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The generator that negatives draw from, the same on all ranks."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self.seed)
         return self._generators[device]
 
 
-def row_keys(tokens: Tensor, mask: Tensor) -> Tensor:
-    """A 64-bit hash (B,) of each row's tokens, independent of its padding."""
-    place = mask.long().cumsum(1)
-    powers = torch.full((tokens.shape[1] + 1,), _BASE, dtype=torch.long, device=tokens.device)
-    powers[0] = 1
-    return ((tokens.long() + 1) * powers.cumprod(0)[place] * mask.long()).sum(1)
+def _world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def pairs_of(dataset: Any) -> Interactions:
-    """The pairs of a dataset (`datasets.Dataset` or mapping of columns): one pair per row, distinct texts as ids."""
+def _rows_of(ranks: Ranks, x: Tensor) -> int:
+    """The rows of all ranks, of which this one holds x."""
+    return ranks.ends[-1] if isinstance(ranks, UnevenGroup) else len(x)
+
+
+def _unit(output: Mapping[str, Tensor]) -> Tensor:
+    return F.normalize(output["sentence_embedding"].float(), dim=-1)
+
+
+def _cut(vectors: Tensor, width: int) -> Tensor:
+    """The first dimensions of vectors, scaled to length 1."""
+    return vectors if vectors.shape[-1] == width else F.normalize(vectors[..., :width], dim=-1)
+
+
+def _columns_of(positives: int) -> str:
+    return "positives" if positives == 1 else f"{positives} columns of positives"
+
+
+def _columns(dataset: Any, n: int) -> dict[str, Any]:
+    """The first n columns of texts of a dataset (`datasets.Dataset` or mapping of columns)."""
     names = [name for name in getattr(dataset, "column_names", None) or list(dataset) if name not in _LABELS]
-    if len(names) < 2:
+    if len(names) < n:
         listed = ", ".join(names) or "none"
-        raise UserError(f"the dataset has the columns {listed}: pass anchors and positives, in this order")
-    columns = [pl.Series(list(dataset[name]), dtype=pl.String) for name in names[:2]]
-    if not len(columns[0]) or any(column.null_count() for column in columns):
-        raise UserError(f"the dataset needs at least one row, and a text in {names[0]} and {names[1]} of every row")
-    anchors, positives = (Vocabulary(column) for column in columns)
-    rows = [ids.encode(column).astype(np.int32) for ids, column in zip((anchors, positives), columns, strict=True)]
-    return Interactions(rows[0], rows[1], anchors, positives)
+        raise UserError(f"the dataset has the columns {listed}: pass anchors and {_columns_of(n - 1)}, in this order")
+    return {name: dataset[name] for name in names[:n]}
+
+
+def pairs_of(dataset: Any, positives: int = 1) -> Interactions:
+    """The pairs of a dataset (`datasets.Dataset` or mapping of columns): one pair per row, distinct texts as ids.
+
+    With several columns of positives, one pair for each of them; an empty text is none.
+    """
+    read = _columns(dataset, 1 + positives)
+    first, *others = (pl.Series(list(column), dtype=pl.String) for column in read.values())
+    anchors, texts = pl.concat([first] * positives), pl.concat(others)
+    if positives > 1:
+        given = texts.is_not_null() & (texts != "")
+        anchors, texts = anchors.filter(given), texts.filter(given)
+    if not len(texts) or anchors.null_count() or texts.null_count():
+        names = " and ".join(read)
+        raise UserError(f"the dataset needs at least one row, and a text in {names} of every row")
+    queries, items = Vocabulary(first), Vocabulary(texts)
+    return Interactions(queries.encode(anchors).astype(np.int32), items.encode(texts).astype(np.int32), queries, items)
 
 
 def hard_negatives(

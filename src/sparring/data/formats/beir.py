@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
 from sparring.data.lines import find_file, read_json_lines, read_lines
+from sparring.data.pairs import pair_keys
 from sparring.data.table import from_frame
 
 _PARTS = {"train": "train", "dev": "valid", "valid": "valid", "test": "test"}
@@ -26,8 +28,8 @@ def read_beir(folder: str | Path) -> Interactions:
     `corpus.jsonl` has `_id`, `text` and perhaps `title` (text towers read both), `queries.jsonl` has `_id` and `text`,
     and `qrels/train.tsv`, `dev.tsv` and `test.tsv` have a header, then query, document and score, separated by tabs or
     spaces. The files are the split if there is a train.tsv; otherwise the pairs have none. All documents can be
-    recommended. Queries without a relevant document are dropped, all grades above 0 count as 1, and repeated lines are
-    read once; notes report the number of each.
+    recommended. Grades other than 1 are kept in `grade`, which ndcg reads; training treats all pairs alike. Queries
+    without a relevant document are dropped, and repeated lines are read once; notes report the number of each.
 
         data = read_beir("scifact")
     """
@@ -66,7 +68,19 @@ def read_beir(folder: str | Path) -> Interactions:
         source=source,
         text=True,
     )
-    return replace(data, notes=(*notes, *data.notes))
+    return replace(data, notes=(*notes, *data.notes), grade=_grades(data, right))
+
+
+def _grades(data: Interactions, right: pl.DataFrame) -> np.ndarray | None:
+    """The grade of each pair, the highest where a pair is judged more than once; None if all are 1."""
+    if (right["score"] == 1).all():
+        return None
+    highest = right.group_by("query", "item").agg(pl.col("score").max())
+    keys = pair_keys(data.query_ids.encode(highest["query"]), data.item_ids.encode(highest["item"]), data.n_items)
+    order = np.argsort(keys)
+    place = np.searchsorted(keys[order], pair_keys(data.queries, data.items, data.n_items))
+    grades: np.ndarray = highest["score"].to_numpy()[order][place].astype(np.float32)
+    return grades
 
 
 def _texts(folder: Path, name: str, notes: list[str]) -> pl.DataFrame:
@@ -89,7 +103,7 @@ def _left_out(corpus: pl.DataFrame, queries: pl.DataFrame, right: pl.DataFrame) 
     notes = []
     graded = right["score"].filter(right["score"] != 1).to_numpy()
     if len(graded):
-        notes.append(f"{len(graded):,} judgements have grades other than 1 (up to {graded.max():g}): all count as 1")
+        notes.append(f"{len(graded):,} judgements have grades other than 1 (up to {graded.max():g}): ndcg counts them")
     idle = len(queries) - right["query"].n_unique()
     if idle:
         notes.append(f"dropped {idle:,} queries without a relevant document")
