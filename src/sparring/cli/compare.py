@@ -13,6 +13,7 @@ from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
 import sparring.cli.inputs as inputs
+from sparring.cli.config import add_config
 from sparring.cli.parsing import (
     Commands,
     add_baselines,
@@ -45,6 +46,7 @@ def add_compare(commands: Commands) -> None:
         "sparring compare --data demo --recipes uns,ssl_pop,bir --seeds 5 --setup default --out compare/first",
         compare,
     )
+    add_config(parser)
     inputs.add_several(parser)
     inputs.add_split(parser)
     group = parser.add_argument_group("comparison")

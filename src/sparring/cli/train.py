@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import sparring.cli.auto as auto
 import sparring.cli.inputs as inputs
+from sparring.cli.config import add_config
 from sparring.cli.parsing import (
     Commands,
     Parser,
@@ -63,6 +64,7 @@ def add_train(commands: Commands) -> None:
         train,
     )
     text = f"{inputs.DATA}; or a folder of prepared data; optional with --resume"
+    add_config(parser)
     inputs.add_data(parser, text)
     inputs.add_split(parser)
     group = parser.add_argument_group("training")
@@ -78,6 +80,7 @@ def add_train(commands: Commands) -> None:
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
     text = "the same as --set seed=N; it also seeds the split"
     group.add_argument("--seed", type=whole, metavar="N", help=text)
+    group.add_argument("--split-seed", type=whole, metavar="N", help="seed of the split (default: that of --seed)")
     text = "then train again on the training and validation parts, for the epochs that validation chose, and test that"
     group.add_argument("--refit", action="store_true", help=text)
     add_device(group)
