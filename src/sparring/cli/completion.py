@@ -17,7 +17,7 @@ def add_completion(commands: Commands, parser: Callable[[], Parser]) -> None:
     added = commands.add(
         "completion",
         "Print a script that completes the commands, options and files of `sparring` in a shell.",
-        "sparring completion bash > ~/.local/share/bash-completion/completions/sparring",
+        "sparring completion bash",
         lambda args: completion(args, parser()),
     )
     added.add_argument("shell", choices=SHELLS, help="shell that reads the script")

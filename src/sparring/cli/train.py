@@ -36,6 +36,7 @@ from sparring.cli.screen import (
     stages_table,
     training_progress,
 )
+from sparring.core.choices import TRACKERS
 from sparring.core.errors import UserError
 from sparring.core.processes import Terminated, end_with_parent
 
@@ -94,8 +95,8 @@ def add_train(commands: Commands) -> None:
     add_trust(group)
     text = "delete the run in FOLDER and its index first; the changes in FOLDER/serve are kept"
     group.add_argument("--overwrite", action="store_true", help=text)
-    text = "also write TensorBoard curves to FOLDER/tensorboard"
-    group.add_argument("--tensorboard", action="store_true", help=text)
+    text = "also send settings, epochs and test metrics to this tracker; repeatable"
+    group.add_argument("--track", action="append", default=[], choices=TRACKERS, help=text)
     add_quiet(group)
     _add_auto(parser)
     _add_processes(parser)
@@ -171,7 +172,7 @@ def _fit(
     from sparring.recipes.finding import short
     from sparring.training.eligibility import untrained, untrained_line
     from sparring.training.fitting import fit
-    from sparring.training.tensorboard import epoch_writer
+    from sparring.training.tracking import track
 
     named = {"train": parts.train, "valid": parts.valid, "test": parts.test}
     sizes = ", ".join(f"{name} {len(part):,}" for name, part in named.items() if part is not None)
@@ -183,14 +184,7 @@ def _fit(
     with training_progress(args.quiet or rank() > 0) as progress:
         if rank() == 0:
             detail(args, f"{short(run.recipe)}: {shape}; {sizes} interactions", *(f"  {line}" for line in notes))
-        if args.tensorboard and rank() == 0:
-            show_epoch, write_epoch = progress.epoch, epoch_writer(folder / "tensorboard")
-
-            def epoch(record: dict[str, Any]) -> None:
-                show_epoch(record)
-                write_epoch(record)
-
-            progress.epoch = epoch
+        trackers = [track(name, folder) for name in dict.fromkeys(args.track)] if rank() == 0 else []
         try:
             return fit(
                 run,
@@ -198,6 +192,7 @@ def _fit(
                 folder,
                 k=source["k"],
                 progress=progress,
+                callbacks=trackers,
                 source=source,
                 resume=args.resume,
                 overwrite=args.overwrite,
