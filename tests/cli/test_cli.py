@@ -9,7 +9,6 @@ import os
 import shlex
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,11 +21,10 @@ from sparring.cli.inputs import message
 from sparring.cli.main import main, parser
 from sparring.cli.screen import logged
 from sparring.core import files
-from sparring.core.choices import DIALECTS
+from sparring.core.choices import DIALECTS, TRACKERS
 from sparring.core.errors import UserError
 from sparring.recipes import RECIPES
 from sparring.training import trained as runs
-from sparring.training.tensorboard import epoch_writer
 
 QUERIES, ITEMS = 60, 40
 QUICK = ["--set", "dim=8", "--set", "batch_size=64", "--set", "n=16", "--device", "cpu"]
@@ -542,42 +540,12 @@ def test_setup_takes_all_but_the_negatives_from_another_recipe(world: Path, tmp_
     assert own["setup"]["model"]["dim"] == other["setup"]["model"]["dim"] == 8
 
 
-def test_tensorboard_names_its_extra(
-    world: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_names_its_extra(
+    name: str, world: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the package, --tensorboard is refused before training, and the line names the extra to install."""
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    words = [
-        "train",
-        "--data",
-        world / "pairs.parquet",
-        "--epochs",
-        1,
-        *QUICK,
-        "--out",
-        tmp_path / "run",
-        "--tensorboard",
-    ]
-    refused(words, 'pip install "sparring[tensorboard]"')
+    """Without its client, --track is refused before training, and the line names the extra to install."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
+    words = ["train", "--data", world / "pairs.parquet", "--epochs", 1, *QUICK, "--out", tmp_path / "run"]
+    refused([*words, "--track", name], f'pip install "sparring[{name}]"')
     assert not (tmp_path / "run" / "run.json").exists()
-
-
-def test_tensorboard_gets_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each number of a record becomes a scalar at its epoch."""
-    records: list[tuple[str, float, int]] = []
-
-    class SummaryWriter:
-        def __init__(self, folder: str) -> None:
-            assert folder == str(tmp_path)
-
-        def add_scalar(self, name: str, value: float, epoch: int) -> None:
-            records.append((name, value, epoch))
-
-        def flush(self) -> None:
-            pass
-
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    epoch_writer(tmp_path)({"epoch": 3, "loss": 0.5, "ndcg@10": 0.25})
-    assert records == [("loss", 0.5, 3), ("ndcg_at_10", 0.25, 3)]

@@ -32,7 +32,7 @@ REFUSED = (
     "nproc",
     "restarts",
     "shard_tables",
-    "tensorboard",
+    "track",
     "save_seconds",
     "refit",
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sparring.cli.inputs as inputs
+from sparring.cli.config import add_config
 from sparring.cli.parsing import (
     Commands,
     add_baselines,
@@ -44,6 +45,7 @@ def add_compare(commands: Commands) -> None:
         "sparring compare --data demo --recipes uns,ssl_pop,bir --seeds 5 --setup default --out compare/first",
         compare,
     )
+    add_config(parser)
     inputs.add_several(parser)
     inputs.add_split(parser)
     group = parser.add_argument_group("comparison")

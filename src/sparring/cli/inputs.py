@@ -115,8 +115,9 @@ def message(error: UserError) -> str:
 
 
 def split_arguments(args: Namespace, seed: int) -> dict[str, Any]:
-    """The arguments of `split`, which run.json records."""
-    return {"how": args.split, "valid": args.valid, "test": args.test, "seed": seed}
+    """The arguments of `split`, which run.json records; --split-seed replaces the seed."""
+    asked = getattr(args, "split_seed", None)
+    return {"how": args.split, "valid": args.valid, "test": args.test, "seed": seed if asked is None else asked}
 
 
 # Reading

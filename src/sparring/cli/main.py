@@ -15,6 +15,8 @@ from sparring.cli.book import add_book
 from sparring.cli.check import add_check
 from sparring.cli.cluster import add_cluster
 from sparring.cli.compare import add_compare
+from sparring.cli.completion import add_completion
+from sparring.cli.config import expanded
 from sparring.cli.data import add_data
 from sparring.cli.demo import add_demo
 from sparring.cli.diagnose import add_diagnose
@@ -74,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def execute(words: list[str]) -> int:
     """Run one command and raise its errors; the exit code."""
+    words = expanded(words, lambda: parser()[1])
     root, _ = parser()
     args, rest = root.parse_known_args(words)
     if args.version:
@@ -122,6 +125,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add_data,
         add_bench,
         partial(add_demo, execute=execute),
+        partial(add_completion, parser=lambda: parser()[0]),
     ):
         add(commands)
     for each in commands.named.values():

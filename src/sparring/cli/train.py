@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import sparring.cli.auto as auto
 import sparring.cli.inputs as inputs
+from sparring.cli.config import add_config
 from sparring.cli.parsing import (
     Commands,
     Parser,
@@ -35,6 +36,7 @@ from sparring.cli.screen import (
     stages_table,
     training_progress,
 )
+from sparring.core.choices import TRACKERS
 from sparring.core.errors import UserError
 from sparring.core.processes import Terminated, end_with_parent
 
@@ -63,6 +65,7 @@ def add_train(commands: Commands) -> None:
         train,
     )
     text = f"{inputs.DATA}; or a folder of prepared data; optional with --resume"
+    add_config(parser)
     inputs.add_data(parser, text)
     inputs.add_split(parser)
     group = parser.add_argument_group("training")
@@ -78,6 +81,7 @@ def add_train(commands: Commands) -> None:
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
     text = "the same as --set seed=N; it also seeds the split"
     group.add_argument("--seed", type=whole, metavar="N", help=text)
+    group.add_argument("--split-seed", type=whole, metavar="N", help="seed of the split (default: that of --seed)")
     text = "then train again on the training and validation parts, for the epochs that validation chose, and test that"
     group.add_argument("--refit", action="store_true", help=text)
     add_device(group)
@@ -91,8 +95,8 @@ def add_train(commands: Commands) -> None:
     add_trust(group)
     text = "delete the run in FOLDER and its index first; the changes in FOLDER/serve are kept"
     group.add_argument("--overwrite", action="store_true", help=text)
-    text = "also write TensorBoard curves to FOLDER/tensorboard"
-    group.add_argument("--tensorboard", action="store_true", help=text)
+    text = "also send settings, epochs and test metrics to this tracker; repeatable"
+    group.add_argument("--track", action="append", default=[], choices=TRACKERS, help=text)
     add_quiet(group)
     _add_auto(parser)
     _add_processes(parser)
@@ -168,7 +172,7 @@ def _fit(
     from sparring.recipes.finding import short
     from sparring.training.eligibility import untrained, untrained_line
     from sparring.training.fitting import fit
-    from sparring.training.tensorboard import epoch_writer
+    from sparring.training.tracking import track
 
     named = {"train": parts.train, "valid": parts.valid, "test": parts.test}
     sizes = ", ".join(f"{name} {len(part):,}" for name, part in named.items() if part is not None)
@@ -180,14 +184,7 @@ def _fit(
     with training_progress(args.quiet or rank() > 0) as progress:
         if rank() == 0:
             detail(args, f"{short(run.recipe)}: {shape}; {sizes} interactions", *(f"  {line}" for line in notes))
-        if args.tensorboard and rank() == 0:
-            show_epoch, write_epoch = progress.epoch, epoch_writer(folder / "tensorboard")
-
-            def epoch(record: dict[str, Any]) -> None:
-                show_epoch(record)
-                write_epoch(record)
-
-            progress.epoch = epoch
+        trackers = [track(name, folder) for name in dict.fromkeys(args.track)] if rank() == 0 else []
         try:
             return fit(
                 run,
@@ -195,6 +192,7 @@ def _fit(
                 folder,
                 k=source["k"],
                 progress=progress,
+                callbacks=trackers,
                 source=source,
                 resume=args.resume,
                 overwrite=args.overwrite,

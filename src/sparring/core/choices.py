@@ -5,6 +5,7 @@ from __future__ import annotations
 SPLITS = ("auto", "file", "random", "temporal", "leave-last-out")
 DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release", "xc")
 FUSIONS = ("scores", "ranks")
+TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio")
 INDEX_KINDS = ("exact", "hnsw", "ivf", "ivfsq", "ivfpq")
 STORES = {  # vector stores, and the forms of their addresses
     "milvus": "FILE.db or http://HOST:19530",

@@ -39,11 +39,11 @@ def read(
     """Interactions of a file, a folder or a table in memory; only the columns in use are read.
 
     `source` is a table of polars, pandas or anything else that exports Arrow; a sparse matrix of scipy, users by items;
-    an array of pairs, its columns user, item and perhaps value; or a path: Parquet; CSV or TSV, gzipped or not; a folder or a
-    glob of Parquet parts; a folder with `interactions.parquet` (or .csv) and perhaps `items.*` and `queries.*`;
-    RecBole's `.inter` file or its folder (with `.item` and `.user`, or in `.train.inter`, `.valid.inter`, `.test.inter`
-    parts); LightGCN's folder of `train.txt` and `test.txt`; BEIR's folder (see `read_beir`); a folder of the
-    extreme-classification repository (see `read_xc`); or a folder that `sparring prepare` wrote.
+    an array of pairs, its columns user, item and perhaps value; or a path: Parquet; CSV or TSV, gzipped or not; a
+    folder or a glob of Parquet parts; a folder with `interactions.parquet` (or .csv) and perhaps `items.*` and
+    `queries.*`; RecBole's `.inter` file or its folder (with `.item` and `.user`, or in `.train.inter`, `.valid.inter`,
+    `.test.inter` parts); LightGCN's folder of `train.txt` and `test.txt`; BEIR's folder (see `read_beir`); a folder of
+    the extreme-classification repository (see `read_xc`); or a folder that `sparring prepare` wrote.
 
     The columns `query`, `item`, `time`, `weight`, `rating`, `split` and `label` are guessed from common names. A name
     sets one, and "" or "none" leaves an optional one out. Rows with a null id are dropped. With `min_rating`, so are

@@ -26,6 +26,7 @@ from sparring.recipes.finding import Recipe
 from sparring.recipes.settings import build, given, is_solved, resolve, settings_of
 from sparring.recipes.setup import parse_setup
 from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 from sparring.training.trained import How, Trained, load
 
 AUTO = "auto"
@@ -124,6 +125,7 @@ class Recommender:
         catalogue: bool = False,
         out: str | os.PathLike[str] | None = None,
         overwrite: bool = False,
+        callbacks: Sequence[TrainingProgress] = (),
         **columns: Unpack[Columns],
     ) -> Self:
         """Train on interactions; returns itself.
@@ -131,13 +133,15 @@ class Recommender:
         `data`, `items`, `users`, `catalogue` and the columns are those of `read`: a table of polars, pandas or Arrow, a
         sparse matrix of scipy, an array of pairs, or a path. It can also be Interactions, or a Split whose parts are
         taken as they are. `out` is a run folder, which every command of Sparring opens; without it the run is in a
-        temporary folder until `save`.
+        temporary folder until `save`. `callbacks` are those of `sparring.fit`: trackers, or functions of yours.
         """
         self._check()
         parts = self._parts(data, {"items": items, "users": users, "catalogue": catalogue, **columns})
         held = TemporaryDirectory(prefix="sparring-") if out is None else None
         folder = Path(held.name) / "run" if held is not None else Path(str(out))
         cutoffs = [k for k in _CUTOFFS if k <= parts.train.n_items] or [parts.train.n_items]
+        if self.recipe == AUTO and callbacks:
+            raise UserError("callbacks are for a single recipe: auto trains several runs, so leave them out")
         if self.recipe == AUTO:
             settings = self._settings()
             choice = auto(
@@ -162,6 +166,7 @@ class Recommender:
                 progress=self.progress,
                 warm=self._warm(),
                 refit=self.refit,
+                callbacks=callbacks,
             )
             trained, test = load(folder, fitted.run.model.cpu()), fitted.test
         self._keep(trained, held)

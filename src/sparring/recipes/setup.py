@@ -406,6 +406,31 @@ def _exactly(value: object, kind: type) -> object:
     return value
 
 
+def settings_schema() -> dict[str, Any]:
+    """The JSON schema of a table of settings by flat or dotted name; a recipe's own arguments are allowed too."""
+    properties = {}
+    for each in SETTINGS.values():
+        if each.name not in ("model_name", "model_options"):
+            bounds = {"exclusiveMinimum": 0} if each.positive else {}
+            bounds |= {} if each.at_least is None else {"minimum": each.at_least}
+            kinds = {**_schema(each.kind, bounds), "description": each.description}
+            properties |= {each.name: kinds, each.path: kinds}
+    return {"type": "object", "properties": properties}
+
+
+def _schema(kind: Any, bounds: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a value of a declared type; `bounds` are of numbers."""
+    if get_origin(kind) is Literal:
+        return {"enum": list(get_args(kind))}
+    if get_origin(kind) in (typing.Union, types.UnionType):
+        kinds = [_schema(part, bounds) for part in get_args(kind) if part is not type(None)]
+        return {"anyOf": [*kinds, {"enum": ["none", None]}] if _optional(kind) else kinds}
+    if get_origin(kind) is tuple:
+        return {"anyOf": [{"type": "array", "items": _schema(get_args(kind)[0], bounds)}, {"type": "string"}]}
+    name = {int: "integer", float: "number", bool: "boolean"}.get(kind, "string")
+    return {"type": name, **(bounds if kind in (int, float) else {})}
+
+
 def type_name(kind: Any) -> str:
     """A type in words a user knows."""
     if get_origin(kind) is Literal:

@@ -7,7 +7,9 @@ from sparring.training.fitting import Fitted, fit
 from sparring.training.fusing import FusedRun, fuse
 from sparring.training.loop import TrainingProgress
 from sparring.training.sentence_transformers import NegativesLoss, hard_negatives
+from sparring.training.shims import lightning_callback, transformers_callback
 from sparring.training.step import describe_batch, sample_steps
+from sparring.training.tracking import track
 from sparring.training.trained import Trained, load, run_vectors
 
 __all__ = [
@@ -20,7 +22,10 @@ __all__ = [
     "fit",
     "fuse",
     "hard_negatives",
+    "lightning_callback",
     "load",
     "run_vectors",
     "sample_steps",
+    "track",
+    "transformers_callback",
 ]

@@ -37,7 +37,7 @@ from sparring.training.closed_form import ClosedFormChoice, add_closed_form
 from sparring.training.eligibility import Eligibility, listed_items, seen_tensors
 from sparring.training.loop import Trainer, TrainingProgress, selected
 from sparring.training.novelty import check_correctable, novel
-from sparring.training.progress import reporting
+from sparring.training.progress import inner, reporting
 from sparring.training.stages import classifier_run, fuse
 from sparring.training.step import check_rows
 from sparring.training.temperature import choose_tau, with_tau
@@ -104,6 +104,7 @@ def fit(
     warm: str | Path | None = None,
     refit: bool | Callable[[Interactions], Run] = False,
     baselines: bool = False,
+    callbacks: Sequence[TrainingProgress] = (),
 ) -> Fitted:
     """Train a run on a split and keep the epoch that does best on the validation part (without one, the last epoch).
 
@@ -117,8 +118,9 @@ def fit(
     as `selection` of the result); then from the start on the training and validation parts together, up to that epoch
     of the same schedule. The second run is the result. Its recipe builds it with the settings of the first; a run of
     your own needs the function that builds it from data, such as refit=recipes.xir.
-    `progress` is a bar and a line per epoch on stderr, by default if that is a terminal; or callbacks. `baselines` also
-    measures popularity and the best cheap baseline on the test part (baselines.py).
+    `progress` is a bar and a line per epoch on stderr, by default if that is a terminal; or callbacks.
+    `callbacks` are called beside it: trackers (tracking.py), or functions of yours. `baselines` also measures
+    popularity and the best cheap baseline on the test part (baselines.py).
 
     If the run has classifiers, they are trained after the towers, and `stages` of the result has the test metrics of
     each ranking: knn (towers), clf (classifiers) and fusion (stages.py).
@@ -137,24 +139,26 @@ def fit(
     held = (
         nullcontext() if folder is None else run_folder.claimed(folder, resume, overwrite, ranks, rebuild is not None)
     )
-    with held, reporting(progress, ranks.rank == 0) as shown:
+    with held, reporting(progress, callbacks, _flat_settings(run, split), ranks.rank == 0) as shown:
         selection, chosen = None, None
         if rebuild is not None:
             if overwrite and folder is not None and ranks.rank == 0:
                 run_folder.delete_run(folder)
             overwrite, first = False, Split(split.train, split.valid)
             place = None if folder is None else folder / run_folder.SELECTION
+            shown.stage("selection")
             selection = _finished(run, first, place if resume else None, source, ranks) or fit(
                 run,
                 first,
                 place,
                 resume=resume,
                 device=device,
-                progress=shown,
+                progress=inner(shown),
                 source=source,
                 save_seconds=save_seconds,
                 warm=warm,
             )
+            shown.stage("")
             split = split.joined()
             log.info("refit: epochs 1 to %s on %s interactions", selection.best_epoch, f"{len(split.train):,}")
             run, chosen = rebuild(split.train), _choice(selection, first, split)
@@ -194,8 +198,10 @@ def fit(
         if run.classifiers is None:
             if folder is not None and ranks.rank == 0:
                 run_folder.finish(folder)
+            shown.end({} if test is None else test.metrics)
             return fitted
         log.info("classifiers: one vector for each of %s items over frozen query vectors", f"{split.train.n_items:,}")
+        shown.stage("classifiers")
         second = fit(
             classifier_run(run, split),
             split,
@@ -204,7 +210,7 @@ def fit(
             device=device,
             k=k,
             metrics=metrics,
-            progress=shown,
+            progress=inner(shown),
             source=source,
             save_seconds=save_seconds,
         )
@@ -219,7 +225,25 @@ def fit(
         if folder is not None and ranks.rank == 0:
             run_folder.write_stages(folder, stages, state.history, ranking)
             run_folder.finish(folder)
+        shown.end(
+            {f"{name}/{metric}": value for name, each in stages.items() for metric, value in each.metrics.items()}
+        )
         return replace(fitted, stages=stages, ranking=ranking)
+
+
+def _flat_settings(run: Run, split: Split) -> dict[str, Any]:
+    """The recipe, its arguments, all settings by flat name and the sizes of the data, for trackers."""
+    values = run.setup.flat()
+    options = {f"model.{name}": value for name, value in values.pop("model_options").items()}
+    sizes = {"queries": split.train.n_queries, "items": split.train.n_items, "interactions": len(split.train)}
+    return {
+        "recipe": run.recipe,
+        "model": values.pop("model_name"),
+        **values,
+        **options,
+        **(run.arguments or {}),
+        **sizes,
+    }
 
 
 def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,13 +41,18 @@ log = logging.getLogger(__name__)
 class TrainingProgress:
     """Callbacks of a training; each does nothing unless replaced. `step` and `epoch` may return True to save now.
 
-    `stop` is asked after each epoch whether that was the last.
+    `stop` is asked after each epoch whether that was the last. `fit` calls `begin` once, with all settings, and `end`
+    once, with the test metrics, or None if the training failed or was interrupted. It calls `start` for each training:
+    a refit and a run with classifiers have two. `stage` names one that is not the run itself: selection, classifiers.
     """
 
     start: Callable[[int, int], None] = lambda epochs, steps: None
     step: Callable[[int, int, Callable[[], float]], bool | None] = lambda epoch, step, loss: None  # loss() waits
     epoch: Callable[[dict[str, Any]], bool | None] = lambda record: None
     stop: Callable[[], bool] = lambda: False
+    begin: Callable[[Mapping[str, Any]], None] = lambda settings: None
+    stage: Callable[[str], None] = lambda name: None
+    end: Callable[[Mapping[str, float] | None], None] = lambda metrics: None
 
 
 class Trainer:

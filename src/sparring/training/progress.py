@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, replace
 from typing import Any
 
 from rich.console import Console
@@ -16,16 +17,55 @@ from sparring.training.loop import TrainingProgress
 _REDRAW = 0.2  # seconds between two readings of the loss, which wait for a GPU
 
 
-def reporting(progress: TrainingProgress | bool | None, first: bool) -> AbstractContextManager[TrainingProgress]:
-    """The callbacks that `fit` calls: those given; a bar on stderr, by default if that is a terminal; or none.
+@contextmanager
+def reporting(
+    progress: TrainingProgress | bool | None,
+    callbacks: Sequence[TrainingProgress],
+    settings: Mapping[str, Any],
+    first: bool,
+) -> Iterator[TrainingProgress]:
+    """All callbacks that `fit` calls, after `begin`; an exception is passed on after their `end`.
 
     Only the `first` of several ranks reports.
     """
+    with _shown(progress, first) as shown:
+        called = together([shown, *callbacks]) if first else shown
+        try:
+            called.begin(settings)
+            yield called
+        except BaseException:
+            called.end(None)
+            raise
+
+
+def inner(callbacks: TrainingProgress) -> TrainingProgress:
+    """The callbacks for a training inside another one, which calls `begin` and `end` itself."""
+    nothing = TrainingProgress()
+    return replace(callbacks, begin=nothing.begin, end=nothing.end)
+
+
+def _shown(progress: TrainingProgress | bool | None, first: bool) -> AbstractContextManager[TrainingProgress]:
+    """The callbacks given; a bar on stderr, by default if that is a terminal; or none."""
     if isinstance(progress, TrainingProgress) and first:
         return nullcontext(progress)
     if first and (sys.stderr.isatty() if progress is None else progress):
         return progress_on(Console(file=sys.stderr, highlight=False))
     return nullcontext(TrainingProgress())
+
+
+def together(callbacks: Sequence[TrainingProgress]) -> TrainingProgress:
+    """One set of callbacks that calls all of these, in order; it saves or stops where any of them says so."""
+    if len(callbacks) == 1:
+        return callbacks[0]
+
+    def each(name: str) -> Callable[..., bool]:
+        def call(*values: Any) -> bool:
+            answers = [bool(getattr(one, name)(*values)) for one in callbacks]  # all are called
+            return any(answers)
+
+        return call
+
+    return TrainingProgress(**{field.name: each(field.name) for field in fields(TrainingProgress)})
 
 
 @contextmanager
