@@ -18,6 +18,7 @@ from sparring.cli.compare import add_compare
 from sparring.cli.data import add_data
 from sparring.cli.demo import add_demo
 from sparring.cli.diagnose import add_diagnose
+from sparring.cli.doctor import add_doctor
 from sparring.cli.evaluate import add_evaluate
 from sparring.cli.export import add_export
 from sparring.cli.fuse import add_fuse
@@ -121,6 +122,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add_models,
         add_data,
         add_bench,
+        add_doctor,
         partial(add_demo, execute=execute),
     ):
         add(commands)
