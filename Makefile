@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start many processes, which import what the first one compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup one-by-one demo test test-fast test-slow coverage check-min lint format audit docs bench clean
+.PHONY: setup one-by-one demo test test-fast test-slow coverage check-min lint format audit docs dist bench clean
 
 setup: $(READY)
 
@@ -104,6 +104,11 @@ audit:
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The source distribution, and the wheel built from it, in dist. tests/test_wheel.py installs and uses them.
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"

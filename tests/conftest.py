@@ -51,6 +51,7 @@ SLOW = (
     "serving/http/test_page.py",
     "serving/test_bit_rot.py::test_one_flipped_bit",
     "serving/test_export_databases.py",
+    "test_wheel.py",
     "training/test_lock.py",
     "training/test_matrix.py",
     "training/test_resume.py::test_killed",

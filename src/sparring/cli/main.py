@@ -20,6 +20,7 @@ from sparring.cli.config import expanded
 from sparring.cli.data import add_data
 from sparring.cli.demo import add_demo
 from sparring.cli.diagnose import add_diagnose
+from sparring.cli.doctor import add_doctor
 from sparring.cli.evaluate import add_evaluate
 from sparring.cli.export import add_export
 from sparring.cli.fuse import add_fuse
@@ -124,6 +125,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add_models,
         add_data,
         add_bench,
+        add_doctor,
         partial(add_demo, execute=execute),
         partial(add_completion, parser=lambda: parser()[0]),
     ):
