@@ -5,6 +5,7 @@ Nothing here compares runs, builds an index or prints: messages go to loggers un
 
 from sparring.training.fitting import Fitted, fit
 from sparring.training.fusing import FusedRun, fuse
+from sparring.training.hub import push
 from sparring.training.loop import TrainingProgress
 from sparring.training.sentence_transformers import NegativesLoss, hard_negatives
 from sparring.training.step import describe_batch, sample_steps
@@ -21,6 +22,7 @@ __all__ = [
     "fuse",
     "hard_negatives",
     "load",
+    "push",
     "run_vectors",
     "sample_steps",
 ]
