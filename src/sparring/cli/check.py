@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 
-from sparring.cli.parsing import Commands, add_json, add_quiet
+from sparring.cli.parsing import Commands, add_json, add_quiet, run_place
 from sparring.cli.screen import progress, result
 
 
@@ -17,7 +16,7 @@ def add_check(commands: Commands) -> None:
         check,
     )
     text = "run folder, index folder, prepared data, or the .sqlite file of a service"
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument("folder", type=run_place, metavar="FOLDER", help=text)
     add_json(parser)
     add_quiet(parser)
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import sparring.cli.inputs as inputs
-from sparring.cli.parsing import Commands, add_code, add_device, add_json, add_quiet, count, cutoffs
+from sparring.cli.parsing import Commands, add_code, add_device, add_json, add_quiet, count, cutoffs, run_place
 from sparring.cli.screen import result, table
 from sparring.core.choices import FUSIONS
 from sparring.core.errors import UserError
@@ -20,7 +20,7 @@ def add_fuse(commands: Commands) -> None:
         fuse,
     )
     text = "finished run folders, trained on the same data with the same split and seed"
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=text)
+    parser.add_argument("runs", type=run_place, nargs="+", metavar="RUN", help=text)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the fused run")
     parser.add_argument("--overwrite", action="store_true", help="delete the run in --out first")
     add_code(parser)

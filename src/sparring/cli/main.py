@@ -27,8 +27,9 @@ from sparring.cli.fuse import add_fuse
 from sparring.cli.index import add_index
 from sparring.cli.inputs import message
 from sparring.cli.models import add_models
-from sparring.cli.parsing import Commands, Parser, name_users
+from sparring.cli.parsing import Commands, Parser, name_users, pull_runs
 from sparring.cli.prepare import add_prepare
+from sparring.cli.push import add_push
 from sparring.cli.recipes import add_recipes
 from sparring.cli.recommend import add_recommend
 from sparring.cli.reproduce import add_reproduce
@@ -92,6 +93,7 @@ def execute(words: list[str]) -> int:
         args.parser.unknown(rest)
     args.words = words
     with logged(quiet(args)):
+        pull_runs(args)
         code: int = args.command(args)
     return code
 
@@ -120,6 +122,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add_index,
         add_serve,
         add_export,
+        add_push,
         add_check,
         add_recipes,
         add_models,

@@ -79,11 +79,37 @@ def command_line(args: argparse.Namespace) -> str:
     return shlex.join(["sparring", *args.words])
 
 
+class HubRun(str):
+    """The address of a run on the hub; `pull_runs` puts the folder of its copy in its place."""
+
+
+def run_place(word: str) -> Path | HubRun:
+    """The type of an argument that names a run."""
+    return HubRun(word) if word.startswith("hf://") else Path(word)
+
+
+def pull_runs(args: argparse.Namespace) -> None:
+    """Download the runs of the hub that a command names."""
+
+    def folder(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(folder, value))
+        if isinstance(value, HubRun):
+            from sparring.training.hub import pulled
+
+            return pulled(value)
+        return value
+
+    for name, value in vars(args).items():
+        setattr(args, name, folder(value))
+
+
 # Options that several commands share
 
 
 def add_run(group: OptionGroup) -> None:
-    group.add_argument("run", type=Path, metavar="RUN", help="run folder written by `sparring train`")
+    text = "run folder written by `sparring train`, or hf://OWNER/NAME[@REVISION] on the hub"
+    group.add_argument("run", type=run_place, metavar="RUN", help=text)
     add_code(group)
 
 

@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparring.cli.inputs import read_recorded, split_recorded
-from sparring.cli.parsing import Commands, add_code, add_novelty, add_unfinished, count, seconds, setting, size, whole
+from sparring.cli.parsing import (
+    Commands,
+    add_code,
+    add_novelty,
+    add_unfinished,
+    count,
+    run_place,
+    seconds,
+    setting,
+    size,
+    whole,
+)
 from sparring.core.errors import UserError, did_you_mean
 from sparring.core.extras import optional
 
@@ -32,7 +43,7 @@ def add_serve(commands: Commands) -> None:
         serve,
     )
     text = "run folders written by `sparring train`; the first is the default"
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=text)
+    parser.add_argument("runs", type=run_place, nargs="+", metavar="RUN", help=text)
     add_code(parser)
     group = parser.add_argument_group("network")
     text = "address to listen on; others than this machine's own need a token (default: 127.0.0.1, this machine only)"

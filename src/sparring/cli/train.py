@@ -24,6 +24,7 @@ from sparring.cli.parsing import (
     count,
     cutoffs,
     number,
+    run_place,
     whole,
 )
 from sparring.cli.screen import (
@@ -77,7 +78,7 @@ def add_train(commands: Commands) -> None:
     text = "take the model, optimiser and schedule from this recipe, so that only the method differs"
     group.add_argument("--setup", metavar="RECIPE", help=text)
     text = "warm start: copy the vectors of the queries and items that this run knows"
-    group.add_argument("--warm", type=Path, metavar="RUN", help=text)
+    group.add_argument("--warm", type=run_place, metavar="RUN", help=text)
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
     text = "the same as --set seed=N; it also seeds the split"
     group.add_argument("--seed", type=whole, metavar="N", help=text)

@@ -5,6 +5,7 @@ Nothing here compares runs, builds an index or prints: messages go to loggers un
 
 from sparring.training.fitting import Fitted, fit
 from sparring.training.fusing import FusedRun, fuse
+from sparring.training.hub import push
 from sparring.training.loop import TrainingProgress
 from sparring.training.sentence_transformers import NegativesLoss, hard_negatives
 from sparring.training.shims import lightning_callback, transformers_callback
@@ -24,6 +25,7 @@ __all__ = [
     "hard_negatives",
     "lightning_callback",
     "load",
+    "push",
     "run_vectors",
     "sample_steps",
     "track",

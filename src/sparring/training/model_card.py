@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,28 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         " the rows by popularity show by how much.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def published_card(card: str, name: str, meta: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """A model card as the Hugging Face hub reads it: a head of YAML, and how to load the run from there."""
+    source = str(meta.get("source", {}).get("data") or "")
+    on_hub = re.match(r"hf://datasets/([^/@]+/[^/@]+)", source)
+    test = result.get("stages", {}).get(RANKINGS[result.get("ranking", "encoder")]) or result.get("test")
+    head: dict[str, Any] = {"library_name": "sparring", "tags": ["sparring", "recommendation", "retrieval"]}
+    if on_hub:
+        head["datasets"] = [on_hub[1]]
+    if test:
+        metrics = [{"type": key, "name": key, "value": value} for key, value in test["metrics"].items()]
+        data = {"type": on_hub[1] if on_hub else "private", "name": on_hub[1] if on_hub else source or "not recorded"}
+        task = {"type": "recommendation", "name": "Full ranking of the catalogue"}
+        head["model-index"] = [{"name": name, "results": [{"task": task, "dataset": data, "metrics": metrics}]}]
+    yaml = "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items())  # JSON is YAML
+    if meta.get("histories"):
+        card += (
+            "\nThe histories of its queries were not published: lists may hold items that a query has taken, and a"
+            " query tower that reads histories knows new queries only (`recommend_history`).\n"
+        )
+    return f"---\n{yaml}---\n\n" + card.replace("THIS_FOLDER", f"hf://{name}")
 
 
 def _kept(meta: Mapping[str, Any], result: Mapping[str, Any]) -> str:

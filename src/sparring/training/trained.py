@@ -28,6 +28,7 @@ from sparring.recipes.finding import Recipe
 from sparring.recipes.setup import parse_setup
 from sparring.training.eligibility import ClassifierRanking, Eligibility, FusedRanking, Ranking
 from sparring.training.folder import read_manifest, read_run
+from sparring.training.hub import SCHEME, pulled
 from sparring.training.item_vectors import item_queries, item_vectors, mean_query
 from sparring.training.novelty import novel_run
 from sparring.training.sources import Sources, is_fused, read_fused
@@ -293,6 +294,8 @@ def load(
 ) -> Trained:
     """Read a finished run. No code that the folder names runs, so it may come from a stranger.
 
+    `folder` may be hf://OWNER/NAME or hf://OWNER/NAME@REVISION, a run on the Hugging Face hub (hub.py).
+
     A run with custom towers needs code to build them: pass its `model` (a function, FILE.py:FUNCTION or the name of an
     installed one; or the Retriever that was trained), or the `recipe` that builds it. `trust` imports the model or the
     recipe that run.json names, and logs it. With `unfinished`, also a run whose training was interrupted: the best
@@ -300,11 +303,13 @@ def load(
 
         load("runs/xir").recommend([1042], k=10);   load("runs/mine", model="mine.py:deep")
     """
-    folder = Path(folder)
+    folder = pulled(folder) if isinstance(folder, str) and folder.startswith(SCHEME) else Path(folder)
     if not isinstance(model, Retriever) and is_fused(folder):
         trained = Trained(*read_fused(folder, model, recipe, trust), folder)
     else:
         trained = Trained(*read_run(folder, model, recipe, trust, unfinished), folder)
+    if trained.meta.get("histories"):
+        log.warning("%s was published without histories: lists may hold items that a query has taken", folder)
     trained = replace(trained, repeats=trained.meta.get("repeats") == "keep")
     return trained.with_novelty(trained.own_novelty if novelty is None else novelty)
 
