@@ -28,6 +28,7 @@ from sparring.training.checkpoint import CheckpointManager, State
 from sparring.training.cuda_graph import CudaGraphStep
 from sparring.training.eligibility import listed_items
 from sparring.training.optimizers import Schedule, clip_gradients, fitting_warmup, optimizers, set_lr
+from sparring.training.pairwise_step import pairwise_step
 from sparring.training.step import TrainingRows, training_step
 
 WITHIN_EPOCH = 600.0  # seconds between checkpoints within an epoch, unless save_seconds is given
@@ -86,6 +87,8 @@ class Trainer:
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
         self.positives = Positives.lazy(lambda: train.positives().to(device))
         self.rows = TrainingRows(run, train, device)
+        alone = device.type == "cpu" and ranks.world == 1
+        self.direct = pairwise_step(run, self.positives) if alone else None
         total = training.epochs * len(self.rows.batches)
         warmup = fitting_warmup(training.warmup, total)
         self.schedule = Schedule(training.schedule, warmup, training.lr_decay, training.lr_decay_every, total)
@@ -197,12 +200,15 @@ class Trainer:
         for optimizer in self.optimizers:  # first, because a failed graph capture leaves gradients without values
             optimizer.zero_grad(set_to_none=True)
         pairs, context = self.rows.drawn(step, self.generator)
-        losses, taken, outcome = training_step(
-            self.run, *self.rows.ids(pairs), self.generator, self.positives, self.ranks, context
-        )
-        weighed = losses if self.weight is None else losses * self.ranks.own(self.weight[pairs] / self.mean_weight)
-        (weighed.sum() / len(pairs)).backward()
-        sum_gradients(self.trained, self.ranks)
+        ids, weights = self.rows.ids(pairs), None if self.weight is None else self.weight[pairs] / self.mean_weight
+        if self.direct is not None:
+            loss = self.direct(*ids, self.generator, weights)
+        else:
+            losses, taken, outcome = training_step(self.run, *ids, self.generator, self.positives, self.ranks, context)
+            weighed = losses if weights is None else losses * self.ranks.own(weights)
+            (weighed.sum() / len(pairs)).backward()
+            sum_gradients(self.trained, self.ranks)
+            loss = outcome.loss
         if self.setup.training.clip is not None:
             clip_gradients(self.modules.parameters(), self.setup.training.clip)
         for optimizer in self.optimizers:
@@ -210,9 +216,9 @@ class Trainer:
         for table in self.checkpoints.tables.values():
             table.step(self.setup.training.lr * (1.0 if self.factor is None else self.factor))
         with torch.no_grad():
-            for observer in self.observers:
+            for observer in self.observers:  # a direct step has none
                 observer.observe(taken, outcome)
-        self.total += outcome.loss.sum()
+        self.total += loss.sum()
 
     def mean(self) -> float:
         """The mean loss of this rank's rows of the epoch so far; waits for the device."""
