@@ -232,6 +232,13 @@ extern "C" int sparring_ranks() {
 #endif
 }
 
+// The norms (n) of vectors (n, d).
+extern "C" int sparring_norms(const float *x, int64_t n, int64_t d, double *out) {
+#pragma omp parallel for schedule(static) if (n * d > 65536)
+    for (int64_t i = 0; i < n; i++) out[i] = norm(x + i * d, d);
+    return 0;
+}
+
 // Items (n, d) in the given order, as 8-bit integers in panels: packed (panels, quads, 16, 4), and by place
 // scale, size, error and norms, all in units of `largest`, the largest norm.
 extern "C" int sparring_rank_pack(const float *x, const int32_t *order, int64_t n, int64_t d, int64_t panels,

@@ -40,10 +40,11 @@ def pack(items: Tensor) -> Packed | None:
     n, d = items.shape
     if not _fits(items) or not 0 < n < _MOST or not 0 < d <= _WIDEST:
         return None
-    ranks, kernel = function("ranks", ""), function("rank_pack", "ppllldppppp")
-    if ranks is None or kernel is None or not ranks():
+    ranks, measure, kernel = function("ranks", ""), function("norms", "pllp"), function("rank_pack", "ppllldppppp")
+    if ranks is None or measure is None or kernel is None or not ranks():
         return None
-    norms = torch.linalg.vector_norm(items, dim=1, dtype=torch.float64)
+    norms = torch.empty(n, dtype=torch.float64)
+    measure(items.data_ptr(), n, d, norms.data_ptr())
     order = torch.argsort(norms, descending=True, stable=True).int()
     largest = float(norms[order[0].long()])
     panels = -(-n // (2 * _PANEL)) * 2  # the kernel takes two at a time
