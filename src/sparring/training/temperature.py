@@ -17,6 +17,7 @@ from sparring.training.peak import peak
 
 LADDER = (0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
 START = 0.1
+RISE = 1.04  # the gain after the first epoch that is worth a higher temperature: high ones learn faster, then fall back
 SHORTEST = 10  # epochs of a training that is worth trials
 LONG = 24  # and of one that is worth trials of two epochs
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ def choose_tau(run: Run, split: Split, device: torch.device, ranks: Ranks = ALON
     """The temperature for a run that sets none, and the validation metric of each that was tried.
 
     The first epoch, or the first two of a long training, is trained at 0.1 and 0.14, then at the next temperature on the
-    better side while the metric rises: which of two is better shows that soon. Without a validation part, in a training
+    better side while the metric rises, by RISE for a higher one: which of two is better shows that soon. Without a validation part, in a training
     too short for trials, and with tables too large to copy it is TAU.
     """
     epochs = run.setup.training.epochs
@@ -39,7 +40,7 @@ def choose_tau(run: Run, split: Split, device: torch.device, ranks: Ranks = ALON
         log.info("temperature %s: %s %.4f", tau, run.setup.validation.select, tried[tau])
         return tried[tau]
 
-    return peak(LADDER, START, score), tried
+    return peak(LADDER, START, score, RISE), tried
 
 
 def with_tau(run: Run, tau: float) -> Run:
