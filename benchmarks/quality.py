@@ -35,7 +35,7 @@ OURS: dict[str, dict[str, Any]] = {
     "bpr": {"dim": 64},
     "ease": {},
 }
-MOST = {"quick": 20, "ials": 16}  # epochs; `default` has at most those of its own schedule
+MOST = {"quick": 20, "ials": 16, "bpr": 64}  # epochs; `default` has those of its own schedule
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--budgets", default=",".join(f"{budget:g}" for budget in BUDGETS), help="CPU seconds")
     parser.add_argument("--runs", default=",".join(OURS), help="our recipes")
     parser.add_argument("--figure", type=Path, help="draw the curves to this file")
-    parser.add_argument("--out", type=Path, help="add each point to this file of JSON lines")
+    parser.add_argument("--out", type=Path, help="JSON lines of points: curves in it are read, others are added")
     given = parser.parse_args()
     logging.getLogger("sparring").setLevel(logging.WARNING)
     torch.set_num_threads(1)
@@ -57,15 +57,12 @@ def main() -> None:
             continue
         how = "file" if name == "gowalla_lightgcn" else "random"
         parts = split(read(file), how, valid=0.1, test=0.2, seed=0)
-        curves: dict[str, list[Point]] = {recipe: [] for recipe in given.runs.split(",")}
-        for recipe in curves:
-            curves[recipe] = curve(recipe, parts, budgets)
-            for point in curves[recipe]:
-                _write(given.out, name, recipe, point)
-        for peer, train in (("implicit ALS", _als), ("implicit BPR", _bpr)):
-            curves[peer] = train(parts, budgets[-1])
-            for point in curves[peer]:
-                _write(given.out, name, peer, point)
+        curves = {}
+        for run in (*given.runs.split(","), *THEIRS):
+            curves[run] = known(given.out, name, run)
+            if not curves[run]:
+                curves[run] = THEIRS[run](parts, budgets[-1]) if run in THEIRS else curve(run, parts, budgets)
+                write(given.out, name, run, curves[run])
         found[name] = curves
         print(f"\n{name}, {len(parts.train):,} training pairs; NDCG@20 (recall@20) of the test part\n")
         print(
@@ -135,7 +132,7 @@ def _bpr(parts: Split, budget: float) -> list[Point]:
         lambda n: BayesianPersonalizedRanking(factors=64, iterations=n, num_threads=1, random_state=1),
         parts,
         budget,
-        400,
+        256,
     )
 
 
@@ -198,12 +195,25 @@ def draw(found: dict[str, dict[str, list[Point]]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _write(path: Path | None, name: str, run: str, point: Point) -> None:
-    if path is not None:
-        line = {"set": name, "run": run, "cpu": round(point[0], 2), "ndcg@20": point[1], "recall@20": point[2]}
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+def known(path: Path | None, name: str, run: str) -> list[Point]:
+    """The points of a curve that were measured before."""
+    if path is None or not path.exists():
+        return []
+    lines = (json.loads(line) for line in path.read_text().splitlines())
+    return [
+        (each["cpu"], each["ndcg@20"], each["recall@20"]) for each in lines if (each["set"], each["run"]) == (name, run)
+    ]
 
+
+def write(path: Path | None, name: str, run: str, points: list[Point]) -> None:
+    if path is not None:
+        with path.open("a") as file:
+            for cpu, ndcg, recall in points:
+                line = {"set": name, "run": run, "cpu": round(cpu, 2), "ndcg@20": ndcg, "recall@20": recall}
+                file.write(json.dumps(line) + "\n")
+
+
+THEIRS: dict[str, Callable[[Split, float], list[Point]]] = {"implicit ALS": _als, "implicit BPR": _bpr}
 
 if __name__ == "__main__":
     main()

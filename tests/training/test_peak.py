@@ -27,3 +27,9 @@ def test_of_two_peaks_the_near_one_is_taken() -> None:
     assert peak(list(scores), 2.0, scores.__getitem__) == 3.0
     assert peak(list(scores), 4.0, scores.__getitem__) == 5.0
     assert peak(list(scores), 1.0, scores.__getitem__) == 1.0
+
+
+def test_a_step_up_must_gain_a_factor_and_a_step_down_anything() -> None:
+    scores = dict(zip([1.0, 2.0, 3.0, 4.0], [1.01, 1.0, 1.06, 1.09], strict=True))
+    assert peak(list(scores), 2.0, scores.__getitem__, rise=1.05) == 3.0
+    assert peak(list(scores), 2.0, scores.__getitem__, rise=1.07) == 1.0

@@ -30,7 +30,7 @@ def parts() -> Split:
 @pytest.mark.parametrize(("recipe", "epochs", "first"), [("default", 10, 1), ("tables", 24, 2)])
 def test_the_choice_is_the_peak_of_the_first_epochs(parts: Split, recipe: str, epochs: int, first: int) -> None:
     """Each score is that of a training by hand of the first epoch, or of two in a long training; the choice is the
-    first peak from 0.1 on.
+    first peak from 0.1 on, where after one epoch a higher temperature must be ahead by 4 %.
     """
     small = {**SMALL, "epochs": epochs}
     run = build(recipe, parts.train, small)
@@ -47,9 +47,10 @@ def test_the_choice_is_the_peak_of_the_first_epochs(parts: Split, recipe: str, e
         scores.append(trainer.state.history[-1]["ndcg@10"])
     assert tried == {each: scores[LADDER.index(each)] for each in tried}
     at = LADDER.index(0.1)
-    step = 1 if scores[at + 1] > scores[at] else -1
+    rise = 1.04 if first == 1 else 1.0
+    step, needed = (1, rise) if scores[at + 1] > rise * scores[at] else (-1, 1.0)
     at = max(at, at + step)
-    while 0 <= at + step < len(LADDER) and scores[at + step] > scores[at]:
+    while 0 <= at + step < len(LADDER) and scores[at + step] > needed * scores[at]:
         at += step
     assert tau == LADDER[at]
 
@@ -61,10 +62,8 @@ def test_a_run_records_its_temperature_and_resumes_with_it(
     whole = fit(build("default", parts.train, SMALL), parts, tmp_path / "a", k=(5,), device="cpu")
     meta = json.loads((tmp_path / "a" / "run.json").read_text())
     assert meta["setup"]["temperature"]["tau"] == whole.run.setup.temperature.tau
-    assert (
-        float(max(meta["temperatures"], key=lambda tau: meta["temperatures"][tau]))
-        == meta["setup"]["temperature"]["tau"]
-    )
+    assert str(whole.run.setup.temperature.tau) in meta["temperatures"]
+    assert len(meta["temperatures"]) > 1
 
     class Stop(Exception):
         pass

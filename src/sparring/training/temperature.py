@@ -17,6 +17,7 @@ from sparring.training.peak import peak
 
 LADDER = (0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
 START = 0.1
+RISE = 1.04  # the gain after one epoch that is worth a higher temperature: high ones learn faster and end lower
 SHORTEST = 10  # epochs of a training that is worth trials
 LONG = 24  # and of one that is worth trials of two epochs
 log = logging.getLogger(__name__)
@@ -25,21 +26,23 @@ log = logging.getLogger(__name__)
 def choose_tau(run: Run, split: Split, device: torch.device, ranks: Ranks = ALONE) -> tuple[float, dict[float, float]]:
     """The temperature for a run that sets none, and the validation metric of each that was tried.
 
-    The first epoch, or the first two of a long training, is trained at 0.1 and 0.14, then at the next temperature on the
-    better side while the metric rises: which of two is better shows that soon. Without a validation part, in a training
-    too short for trials, and with tables too large to copy it is TAU.
+    The first epochs are trained at 0.1 and 0.14, then at the next temperature on the better side while the metric
+    rises: which of two is better shows after two epochs, and after one if a higher one has to be ahead by RISE. A long
+    training is worth two. Without a validation part, in a training too short for trials, and with tables too large to
+    copy it is TAU.
     """
     epochs = run.setup.training.epochs
     if split.valid is None or epochs < SHORTEST or run.setup.model.tables == "sharded":
         return TAU, {}
+    first = 2 if epochs >= LONG else 1
     tried: dict[float, float] = {}
 
     def score(tau: float) -> float:
-        tried[tau] = _short_training(with_tau(copy.deepcopy(run), tau), split, device, ranks)
+        tried[tau] = _short_training(with_tau(copy.deepcopy(run), tau), split, device, ranks, first)
         log.info("temperature %s: %s %.4f", tau, run.setup.validation.select, tried[tau])
         return tried[tau]
 
-    return peak(LADDER, START, score), tried
+    return peak(LADDER, START, score, RISE if first == 1 else 1.0), tried
 
 
 def with_tau(run: Run, tau: float) -> Run:
@@ -52,7 +55,6 @@ def with_tau(run: Run, tau: float) -> Run:
     return replace(run, temperature=Fixed(tau), setup=run.setup.replaced(tau=tau))
 
 
-def _short_training(run: Run, split: Split, device: torch.device, ranks: Ranks) -> float:
+def _short_training(run: Run, split: Split, device: torch.device, ranks: Ranks, epochs: int) -> float:
     """The validation metric after the first epochs of a run."""
-    trainer = Trainer(run, split, device, None, TrainingProgress(), ranks)
-    return trainer.first(2 if run.setup.training.epochs >= LONG else 1)
+    return Trainer(run, split, device, None, TrainingProgress(), ranks).first(epochs)
