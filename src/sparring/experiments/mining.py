@@ -50,8 +50,9 @@ class Mining:
     """What to mine: candidates from rank `first` to `last` (from 0, `last` excluded) and `n` of them for each pair.
 
     `source` names one or more proposers: an encoder (bag, minilm, a folder), a run folder, or bm25. Several are joined
-    by reciprocal ranks. `guide` judges: the first source, unless named: another source, or a file or cross-encoder (recipes/guides.py). `pick` takes the best n
-    that are left, or n at random. `index` searches by a graph (hnsw) instead of exactly.
+    by reciprocal ranks. The `guide` judges; it is the first source, unless named: another source, or a file or
+    cross-encoder (recipes/guides.py). Ranks are counted before the guide drops any. `pick` takes the best n that are
+    left, or n at random. `index` searches by a graph (hnsw) instead of exactly.
     """
 
     source: tuple[str, ...] = ("bm25",)
