@@ -32,11 +32,11 @@ from sparring.data.texts.texts import text_of
 from sparring.evaluation.ranking import evaluate
 from sparring.models.scorers import text_vectors
 from sparring.negatives import Guide, InBatch, NearestItems, RelatedItems, Union, Unless, VectorScores
+from sparring.recipes import dpr
 from sparring.recipes.extreme import SOFTMAX
 from sparring.recipes.in_batch import with_pairs
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import resolve
-from sparring.recipes import dpr
 from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
 from sparring.training.step import sample_steps
@@ -135,7 +135,15 @@ def methods(case: Case, names: list[str]) -> dict[str, Callable[[], Run]]:
     train, guides = case.parts.train, case.guides
 
     def mined() -> NearestItems:
-        return NearestItems(train.n_queries, 4, 100, every=max(1, case.setup.training.epochs // 4), start=1, per_query=True, among=with_pairs(train))
+        return NearestItems(
+            train.n_queries,
+            4,
+            100,
+            every=max(1, case.setup.training.epochs // 4),
+            start=1,
+            per_query=True,
+            among=with_pairs(train),
+        )
 
     def run(*negatives: object) -> Callable[[], Run]:
         def built() -> Run:

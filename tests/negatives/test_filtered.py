@@ -160,9 +160,7 @@ def test_every_guide_drops_the_pairs_within_its_bound(name: str, shared: bool) -
         scores = WORLD.logits(step) * WORLD.tau
     elif name == "graph":
         edges = {tuple(edge) for edge in EDGES.tolist()} | {tuple(edge[::-1]) for edge in EDGES.tolist()}
-        rows = [
-            [float((p, j) in edges or p == j) for j in range(WORLD.n_items)] for p in step.item_ids.tolist()
-        ]
+        rows = [[float((p, j) in edges or p == j) for j in range(WORLD.n_items)] for p in step.item_ids.tolist()]
         scores = torch.tensor(rows)
     source = Sampled(Uniform(WORLD.n_items), 300, per_query=not shared, correction="none")
     before = dense(source(WORLD.step(16, 3)), step, WORLD.n_items)
@@ -197,7 +195,7 @@ def test_bounds() -> None:
 def test_missing_scores_drop_nothing_unless_a_value_is_given() -> None:
     """A pair outside the table keeps its weight; so does every candidate of a positive outside it; 0 fills both."""
     step = WORLD.step(3, 1)
-    first, second, third = step.query_ids.tolist()
+    first, second, _third = step.query_ids.tolist()
     a, b, c = step.item_ids.tolist()
     free = [j for j in range(WORLD.n_items) if j not in (a, b, c)][:2]
     query, item = torch.tensor([first, first, second]), torch.tensor([a, free[0], free[0]])

@@ -68,7 +68,7 @@ def test_mined_negatives_stay_below_the_bound(
     trainer = Trainer(run, parts, torch.device("cpu"), None, TrainingProgress())
     trainer.refresh()
     hand = Hand(parts.train, run)
-    found, step, outcome = hand.contrast()
+    found, _step, outcome = hand.contrast()
     unless = next(part for part in run.terms[0].negatives.modules() if isinstance(part, Unless))
     assert isinstance(unless.source, NearestItems)
     mined = outcome.bags[0].blocks[1].ids

@@ -26,6 +26,7 @@ from sparring.cli.export import add_export
 from sparring.cli.fuse import add_fuse
 from sparring.cli.index import add_index
 from sparring.cli.inputs import message
+from sparring.cli.mine import add_mine
 from sparring.cli.models import add_models
 from sparring.cli.parsing import Commands, Parser, name_users, pull_runs
 from sparring.cli.prepare import add_prepare
@@ -53,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return execute(words)
     except KeyboardInterrupt as stop:  # `train` supplies the hint
-        repeat = "run the same command again to continue" if words[:1] in (["compare"], ["reproduce"], ["book"]) else ""
+        repeat = (
+            "run the same command again to continue"
+            if words[:1] in (["compare"], ["reproduce"], ["book"], ["mine"])
+            else ""
+        )
         hint = str(stop) or repeat
         what, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the launcher reports it, once for all ranks
@@ -117,6 +122,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add_book,
         add_reproduce,
         add_diagnose,
+        add_mine,
         add_cluster,
         add_recommend,
         add_index,

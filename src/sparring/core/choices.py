@@ -16,3 +16,4 @@ STORES = {  # vector stores, and the forms of their addresses
     "elasticsearch": "http://HOST:9200",
 }
 FEEDS = ("opensearch", "elasticsearch", "vespa")  # stores whose own files can be written
+MINED_LAYOUTS = ("triplet", "n-tuple", "n-tuple-scores", "labeled-pair", "labeled-list", "table")

@@ -4,6 +4,7 @@ Nothing here draws candidates: that is the task of `negatives`.
 """
 
 from sparring.losses.adaptive import AdaTau, adaptive_softmax
+from sparring.losses.distillation import Distil, DistilForm
 from sparring.losses.mined import HardPairs, OnlineHard, Reduction
 from sparring.losses.pairwise import Surrogate, bpr, ccl, gbce, hinge, psl
 from sparring.losses.softmax import BSLForm, Loss, bsl, sampled_softmax, softmax_loss
@@ -14,6 +15,8 @@ from sparring.losses.wrappers import Matryoshka, Symmetric
 __all__ = [
     "AdaTau",
     "BSLForm",
+    "Distil",
+    "DistilForm",
     "Fixed",
     "HardPairs",
     "Learned",

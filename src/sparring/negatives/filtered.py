@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,16 +13,54 @@ from sparring.negatives.base import Negatives
 from sparring.negatives.guides import Guide, OwnScores
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """The scores from which a candidate is too near the positive, by a guide's scores g_ij and g_i+.
+
+        relative=r   g_ij >= g_i+ - (1 - r) |g_i+|: r g_i+ for a positive that scores above 0
+        margin=m     g_ij >= g_i+ - m
+        most=a       g_ij >= a
+
+    The bound of `relative` is below the positive's score whatever its sign: r g_i+ alone would lie above a negative
+    one. Nothing reaches a bound if one of its two scores is nan.
+    """
+
+    relative: float | None = None
+    margin: float | None = None
+    most: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.relative is not None and not 0 < self.relative <= 1:
+            raise ValueError(f"relative is a share of the positive's score, above 0 and at most 1; got {self.relative}")
+        if any(bound is not None and not math.isfinite(bound) for bound in (self.margin, self.most)):
+            raise ValueError(f"margin and most must be finite, got {self.margin} and {self.most}")
+
+    @property
+    def compares(self) -> bool:
+        """Whether a bound depends on the positive's score."""
+        return self.relative is not None or self.margin is not None
+
+    def reached(self, scores: Tensor, positive: Tensor) -> dict[str, Tensor]:
+        """{bound: (B, C) bool} of scores (B, C) and those of the positives (B, 1)."""
+        reached = {}
+        if self.relative is not None:
+            reached["relative"] = scores >= positive - (1 - self.relative) * positive.abs()
+        if self.margin is not None:
+            reached["margin"] = scores >= positive - self.margin
+        if self.most is not None:
+            reached["most"] = scores >= self.most
+        return reached
+
+
 class Unless(Negatives):
     """The candidates of a source, less those that a guide puts too near the positive (false negatives).
 
-        relative=r   drops j where g_ij >= g_i+ - (1 - r) |g_i+|: r g_i+ for a positive that scores above 0
+        relative=r   drops j where g_ij >= r g_i+ (see Bounds for positives below 0)
         margin=m     drops j where g_ij >= g_i+ - m
         most=a       drops j where g_ij >= a
 
     g are the guide's scores, by default the model's own (guides.py). With several bounds a candidate must stay below
-    each. A dropped candidate has weight 0, all others keep theirs; no gradient flows through the decision. The bound of
-    `relative` is below the positive's score whatever its sign: r g_i+ alone would lie above a negative one. A nan, a
+    each. A dropped candidate has weight 0, all others keep theirs; no gradient flows through the decision. A nan, a
     score that the guide does not have, drops nothing. The query's own positive is the business of the source's
     `exclude`, so it is never dropped here.
 
@@ -53,12 +91,8 @@ class Unless(Negatives):
         super().__init__()
         if relative is None and margin is None and most is None:
             raise ValueError("Unless needs a bound: relative, such as 0.95, margin, or most")
-        if relative is not None and not 0 < relative <= 1:
-            raise ValueError(f"relative is a share of the positive's score, above 0 and at most 1; got {relative}")
-        if any(bound is not None and not math.isfinite(bound) for bound in (margin, most)):
-            raise ValueError(f"margin and most must be finite, got {margin} and {most}")
+        self.bounds = Bounds(relative, margin, most)
         self.source, self.guide = source, OwnScores() if guide is None else guide
-        self.relative, self.margin, self.most = relative, margin, most
         self.encodes = source.encodes
         self.register_buffer("dropped", torch.zeros((), dtype=torch.float64))
         self.register_buffer("offered", torch.zeros((), dtype=torch.float64))
@@ -70,16 +104,10 @@ class Unless(Negatives):
     @torch.no_grad()
     def near(self, step: Step, ids: Tensor, emb: Tensor | None = None) -> Tensor:
         """(B, C) bool: the candidates (C,) or (B, C) that the guide puts too near the positive."""
-        scores = self.guide(step, ids, emb)
-        near = torch.zeros_like(scores, dtype=torch.bool)
-        if self.relative is not None or self.margin is not None:
+        scores = positive = self.guide(step, ids, emb)
+        if self.bounds.compares:
             positive = self.guide(step, step.item_ids.unsqueeze(1), step.v.unsqueeze(1))
-        if self.relative is not None:
-            near |= scores >= positive - (1 - self.relative) * positive.abs()
-        if self.margin is not None:
-            near |= scores >= positive - self.margin
-        if self.most is not None:
-            near |= scores >= self.most
+        near = torch.stack(list(self.bounds.reached(scores, positive).values())).any(0)
         return near & (ids != step.item_ids.unsqueeze(1))
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from sparring.models.scorers import is_cross_encoder, pair_scores, text_vectors
 from sparring.negatives import Guide, OwnScores, RelatedItems, ScoreFunction, TableScores, VectorScores
 
 OWN = "own"
-_TABLES = (".parquet", ".pq", ".csv", ".tsv", ".jsonl")
+TABLES = (".parquet", ".pq", ".csv", ".tsv", ".jsonl")
 
 
 def open_guide(name: str, data: Interactions) -> Guide:
@@ -39,7 +39,7 @@ def open_guide(name: str, data: Interactions) -> Guide:
             raise UserError(f"guide={name} names one file of vectors: give those of queries and items as Q.npy+I.npy")
         vectors = id_vectors(queries, data.query_ids, "query"), id_vectors(items, data.item_ids, "item")
         return VectorScores(torch.from_numpy(vectors[0]), torch.from_numpy(vectors[1]))
-    if name.endswith(_TABLES):
+    if name.endswith(TABLES):
         return _table(Path(name), data)
     texts = {role: text_of(data, role).to_list() for role in ROLES}
     if is_cross_encoder(name):
