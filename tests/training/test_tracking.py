@@ -17,6 +17,7 @@ from torch import nn
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.recipes.settings import build
+from sparring.serving.checking import check
 from sparring.training import lightning_callback, track, transformers_callback
 from sparring.training.fitting import Fitted, fit
 from sparring.training.loop import TrainingProgress
@@ -101,6 +102,7 @@ def test_tensorboard_has_the_curves(parts: Split, tmp_path: Path) -> None:
     assert fitted.test is not None
     assert events.Scalars("test/recall_at_5")[0].value == pytest.approx(fitted.test.metrics["recall@5"])
     assert "settings/text_summary" in events.Tags()["tensors"]
+    assert not check(tmp_path / "run").problems  # the manifest has the event files as they are
 
 
 def test_mlflow_has_the_curves(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,9 +228,8 @@ def _described(action: argparse.Action) -> dict[str, Any]:
     """The schema of an option's value."""
     if isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction):
         return {"type": "boolean"}
-    kind = (
-        {"type": "string"} if action.type in (None, Path) else _TYPES.get(action.type, {"type": ["string", "number"]})
-    )  # type: ignore[arg-type]
+    parsed: Any = action.type
+    kind = {"type": "string"} if parsed in (None, Path) else _TYPES.get(parsed, {"type": ["string", "number"]})
     kind = {"enum": list(action.choices)} if action.choices is not None else kind
     if not isinstance(action, argparse._AppendAction):
         return kind

@@ -229,7 +229,7 @@ class Recommender:
         Items that a user has taken are left out, unless the data keeps repeats; `with_seen` decides otherwise.
         """
         trained = self._fitted()
-        asked = trained.ids.query_ids.ids if users is None else users
+        asked: Any = trained.ids.query_ids.ids if users is None else users
         return self._table(trained.recommend(asked, k, with_seen, ranking).rename({"query": "user"}), users)
 
     def recommend_history(

@@ -412,10 +412,10 @@ def _exactly(value: object, kind: type) -> object:
 
 def settings_schema() -> dict[str, Any]:
     """The JSON schema of a table of settings by flat or dotted name; a recipe's own arguments are allowed too."""
-    properties = {}
+    properties: dict[str, Any] = {}
     for each in SETTINGS.values():
         if each.name not in ("model_name", "model_options"):
-            bounds = {"exclusiveMinimum": 0} if each.positive else {}
+            bounds: dict[str, float] = {"exclusiveMinimum": 0} if each.positive else {}
             bounds |= {} if each.at_least is None else {"minimum": each.at_least}
             kinds = {**_schema(each.kind, bounds), "description": each.description}
             properties |= {each.name: kinds, each.path: kinds}

@@ -196,9 +196,9 @@ def fit(
         if folder is not None and ranks.rank == 0:
             run_folder.write_end(folder, run, state.history, fitted.to_dict(), test)
         if run.classifiers is None:
+            shown.end({} if test is None else test.metrics)  # before the files are hashed: TensorBoard's are there
             if folder is not None and ranks.rank == 0:
                 run_folder.finish(folder)
-            shown.end({} if test is None else test.metrics)
             return fitted
         log.info("classifiers: one vector for each of %s items over frozen query vectors", f"{split.train.n_items:,}")
         shown.stage("classifiers")
@@ -222,12 +222,12 @@ def fit(
                 log.info("ranking by towers and classifiers for every test query")
                 tests["fusion"] = _test(fused, split, k, metrics, where)
         stages = {name: result for name, result in tests.items() if result is not None}
-        if folder is not None and ranks.rank == 0:
-            run_folder.write_stages(folder, stages, state.history, ranking)
-            run_folder.finish(folder)
         shown.end(
             {f"{name}/{metric}": value for name, each in stages.items() for metric, value in each.metrics.items()}
         )
+        if folder is not None and ranks.rank == 0:
+            run_folder.write_stages(folder, stages, state.history, ranking)
+            run_folder.finish(folder)
         return replace(fitted, stages=stages, ranking=ranking)
 
 

@@ -58,7 +58,7 @@ def together(callbacks: Sequence[TrainingProgress]) -> TrainingProgress:
     if len(callbacks) == 1:
         return callbacks[0]
 
-    def each(name: str) -> Callable[..., bool]:
+    def each(name: str) -> Any:
         def call(*values: Any) -> bool:
             answers = [bool(getattr(one, name)(*values)) for one in callbacks]  # all are called
             return any(answers)
