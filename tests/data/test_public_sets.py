@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
+import os
+import random
+import re
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -12,10 +15,13 @@ from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from sparring.cli import main
 from sparring.core.errors import UserError
+from sparring.core.locks import writing
 from sparring.data.cache import cache_folder
 from sparring.data.public_sets import PUBLIC_SETS, download_set, fetch, load_set, unzip
 
@@ -70,11 +76,131 @@ def test_failed_downloads_are_one_line_and_leave_nothing(served: tuple[Path, str
         (f"{address}/a.bin", "0" * 32, "md5 5d41402abc4b2a76b9719d911017c592, expected 0000"),
         (f"{address}/b.bin", None, "b.bin: HTTP 404"),
         ("http://127.0.0.1:9/a.bin", None, "cannot download http://127.0.0.1:9/a.bin"),
+        ("http://no.such.host.invalid/a.bin", None, "check the network, or put the file at"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             fetch(url, target, md5)
         assert "\n" not in str(caught.value)
-        assert list(target.parent.iterdir()) == []
+        assert not target.parent.exists()
+
+
+class Cut(SimpleHTTPRequestHandler):
+    """A server of one body that sends at most `most` bytes of an answer, and continues where it is asked to."""
+
+    body, tag, most = b"", '"1"', 0
+    asked: ClassVar[list[str | None]] = []
+    wrong_range = False
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range")
+        self.asked.append(wanted)
+        start = int(wanted.split("=")[1].rstrip("-")) if wanted and self.headers["If-Range"] == self.tag else 0
+        if start >= len(self.body):
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        if start:
+            shown = start + self.wrong_range
+            self.send_header("Content-Range", f"bytes {shown}-{len(self.body) - 1}/{len(self.body)}")
+        if self.tag:
+            self.send_header("ETag", self.tag)
+        self.send_header("Content-Length", str(len(self.body) - start))
+        self.end_headers()
+        self.wfile.write(self.body[start:][: self.most])
+
+
+@pytest.fixture
+def cut() -> Iterator[tuple[type[Cut], str]]:
+    """A server that breaks off, and the address of its file."""
+    handler = type("Cut", (Cut,), {"body": random.Random(1).randbytes(9000), "most": 4000, "asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield handler, f"http://127.0.0.1:{server.server_port}/a.bin"
+    server.shutdown()
+    server.server_close()
+
+
+def attempt(url: str, target: Path, md5: str | None = None) -> str:
+    """The error of a download, or "" if it ended."""
+    try:
+        fetch(url, target, md5)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_an_interrupted_download_continues(cut: tuple[type[Cut], str], tmp_path: Path) -> None:
+    """Each call asks for the bytes that are missing, says how many are there, and the file is whole in the end."""
+    server, url = cut
+    target = tmp_path / "a.bin"
+    md5 = hashlib.md5(server.body).hexdigest()
+    assert "continues after 4,000 bytes" in attempt(url, target, md5)
+    assert "continues after 8,000 bytes" in attempt(url, target, md5)
+    assert not target.exists()
+    assert attempt(url, target, md5) == ""
+    assert server.asked == [None, "bytes=4000-", "bytes=8000-"]
+    assert target.read_bytes() == server.body
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.bin.sha256"]
+
+
+def test_a_file_that_changed_meanwhile_is_downloaded_again(cut: tuple[type[Cut], str], tmp_path: Path) -> None:
+    """Bytes of two versions are never joined: the new version begins at its first byte."""
+    server, url = cut
+    target = tmp_path / "a.bin"
+    assert attempt(url, target)
+    server.body, server.tag, server.most = server.body[::-1], '"2"', 9000
+    assert attempt(url, target) == ""
+    assert target.read_bytes() == server.body
+
+
+def test_a_server_without_versions_is_asked_from_the_start(cut: tuple[type[Cut], str], tmp_path: Path) -> None:
+    """Where the server does not name the version of its file, no partial file is kept."""
+    server, url = cut
+    server.tag = ""
+    assert "check the network" in attempt(url, tmp_path / "a.bin")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_many_and_wrong_bytes(cut: tuple[type[Cut], str], tmp_path: Path) -> None:
+    """A partial file longer than the whole begins again; an answer with other bytes than asked for is refused once."""
+    server, url = cut
+    target = tmp_path / "a.bin"
+    assert attempt(url, target)
+    server.wrong_range = True
+    assert "other bytes" in attempt(url, target)
+    assert list(tmp_path.iterdir()) == []
+    assert attempt(url, target)
+    (tmp_path / ".a.bin.part").write_bytes(bytes(10_000))
+    server.most = 9000
+    assert attempt(url, target) == ""
+    assert target.read_bytes() == server.body
+
+
+def test_two_downloads_of_one_file_exclude_each_other(cut: tuple[type[Cut], str], tmp_path: Path) -> None:
+    """While one process downloads a file, another is told which one."""
+    _, url = cut
+    with writing(tmp_path / "a.bin"):
+        assert str(os.getpid()) in attempt(url, tmp_path / "a.bin")
+
+
+def test_get_checks_what_is_in_the_cache(
+    served: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`data get` prints which checksum there is, and refuses a file that has changed since it was downloaded."""
+    folder, url = served
+    (folder / "train.txt").write_text("0 1 2\n1 2\n")
+    (folder / "test.txt").write_text("0 3\n1 1\n")
+    monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
+    monkeypatch.setitem(PUBLIC_SETS, "gowalla", replace(PUBLIC_SETS["gowalla"], base=f"{url}/"))
+    assert main(["data", "get", "gowalla"]) == 0
+    assert "none published" in capsys.readouterr().out
+    assert main(["data", "get", "gowalla"]) == 0
+    (tmp_path / "home" / "gowalla" / "test.txt").write_text("0 3\n1 2\n")
+    assert main(["data", "get", "gowalla"]) == 2
+    assert "test.txt has changed" in capsys.readouterr().err
 
 
 def test_archives_cannot_write_outside_their_folder(tmp_path: Path) -> None:
@@ -160,13 +286,14 @@ def test_unknown_names_suggest_the_nearest() -> None:
 
 
 def test_every_set_is_described() -> None:
-    """All sets have a summary, a size, terms and a home; files come from https addresses, a checksum from one file."""
+    """All sets have a summary, a size, terms, a home and a checksum, or say that there is none; files come by https."""
     for name, public in PUBLIC_SETS.items():
         assert name == public.name
         assert all((public.summary, public.size, public.terms, public.home))
         assert public.home.startswith("https://") or not public.files
         assert (public.base.startswith("https://") and public.base.endswith("/")) or not public.files
-        assert public.md5 is None or (len(public.files) == 1 and len(public.md5) == 32)
+        assert public.md5 is None or (len(public.files) == 1 and re.fullmatch("[0-9a-f]{32}", public.md5))
+        assert public.checksum == ("md5" if public.md5 else "none published" if public.files else "that of the package")
 
 
 def test_the_demo_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ def add_data(commands: Commands) -> None:
 def list_data(args: Namespace) -> int:
     from sparring.data.public_sets import PUBLIC_SETS
 
-    rows = [[each.name, each.summary, each.size, each.terms] for each in PUBLIC_SETS.values()]
-    show(table([["name", "content", "queries x items, interactions", "terms"], *rows], left=4))
+    rows = [[each.name, each.summary, each.size, each.checksum, each.terms] for each in PUBLIC_SETS.values()]
+    show(table([["name", "content", "queries x items, interactions", "checksum", "terms"], *rows], left=5))
     return 0
 
 
@@ -39,8 +39,8 @@ def get_data(args: Namespace) -> int:
     source = find_set(args.name)
     show(f"{source.name}: {source.summary}; {source.home}", f"terms: {source.terms}")
     with progress("bytes") as update:
-        folder = download_set(source.name, lambda done, total: update(source.name, done, total))
-    show(f"in {folder}")
+        folder = download_set(source.name, lambda done, total: update(source.name, done, total), check=True)
+    show(f"in {folder}; checksum: {source.checksum}")
     return 0
 
 

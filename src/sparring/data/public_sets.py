@@ -16,14 +16,15 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException
+from http import HTTPStatus
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 
 import polars as pl
 
-from sparring.core.errors import UserError, did_you_mean
+from sparring.core.errors import UserError, did_you_mean, first_line
+from sparring.core.locks import writing
 from sparring.data.cache import cache_folder
 from sparring.data.columns import Repeats
 from sparring.data.interactions import Interactions
@@ -51,6 +52,13 @@ class PublicSet:
     folder: str = ""
     encoding: str = "utf8-lossy"
 
+    @property
+    def checksum(self) -> str:
+        """The checksum that a download is compared with."""
+        if not self.files:
+            return "that of the package"
+        return "md5" if self.md5 is not None else "none published"
+
 
 def load_set(name: str, progress: ByteProgress | None = None, repeats: Repeats = "merge") -> Interactions:
     """Interactions of a public set, downloaded on first use; "demo" is the demo set. `repeats` as in `read`.
@@ -71,14 +79,17 @@ def find_set(name: str) -> PublicSet:
     return PUBLIC_SETS[name]
 
 
-def download_set(name: str, progress: ByteProgress | None = None) -> Path:
-    """The folder of a set, downloaded unless it is in the cache."""
+def download_set(name: str, progress: ByteProgress | None = None, check: bool = False) -> Path:
+    """The folder of a set, downloaded unless it is in the cache; `check` compares files there with their sha256."""
     public = find_set(name)
     if not public.files:
         return _demo_folder()
     folder = cache_folder() / public.name
     for file in public.files:
         path = fetch(public.base + file, folder / file, public.md5, progress)
+        record = _recorded(path)  # missing where somebody put the file there
+        if check and record.is_file() and record.read_text().split()[:1] != [_digest(path, "sha256")]:
+            raise UserError(f"{path} has changed since it was downloaded: delete it and run the command again")
         if path.suffix == ".zip":
             unzip(path, folder / path.stem)
     return folder
@@ -89,41 +100,89 @@ def fetch(
 ) -> Path:
     """Download a URL to a file, unless it exists; its sha256 is written beside it.
 
-    The file appears only when it is complete and matches the md5, where one is given.
+    The file appears only when it is complete and matches the md5, where one is given. An interrupted download keeps its
+    bytes, and the next call asks for the rest, if the server's file is still the same.
     """
     if not url.startswith(("https://", "http://")):
         raise UserError(f"{url} is not a web address: it must start with https:// or http://")
     if target.is_file():
         return target
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    sha256, checked, done = hashlib.sha256(), hashlib.md5(usedforsecurity=False), 0
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(url, timeout=timeout) as response, open(partial, "xb") as file:  # noqa: S310
-            length = response.headers.get("Content-Length")
-            total = int(length) if length and length.isdigit() else None
+    with writing(target):
+        partial, version = (target.with_name(f".{target.name}.{kind}") for kind in ("part", "version"))
+        try:
+            _download(url, partial, version, progress, timeout)
+        except (urllib.error.URLError, HTTPException, OSError) as error:
+            code = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else None
+            reason = code or getattr(error, "reason", None) or first_line(error)
+            _drop_empty(partial, version)
+            how = f"the same command continues after {partial.stat().st_size:,} bytes" if partial.exists() else ""
+            how = how or f"check the network, or put the file at {target}"
+            raise UserError(f"cannot download {url}: {reason}; {how}") from error
+        found = _digest(partial, "md5") if md5 is not None else None
+        if found != md5:
+            partial.unlink()
+            version.unlink(missing_ok=True)
+            raise UserError(f"{url} has the md5 {found}, expected {md5}: it is damaged or was replaced; try again")
+        _recorded(target).write_text(f"{_digest(partial, 'sha256')}  {target.name}\n")
+        version.unlink(missing_ok=True)
+        os.replace(partial, target)
+    return target
+
+
+def _download(url: str, partial: Path, version: Path, progress: ByteProgress | None, timeout: float) -> None:
+    """Write the body of a URL to `partial`; if its first bytes are there, and of this version, only the rest."""
+    done = partial.stat().st_size if partial.exists() and version.exists() else 0
+    asked = {"Range": f"bytes={done}-", "If-Range": version.read_text()} if done else {}
+    with _answer(url, asked, timeout) as response:
+        rest = response.status == HTTPStatus.PARTIAL_CONTENT
+        if rest and not response.headers.get("Content-Range", "").startswith(f"bytes {done}-"):
+            version.unlink()  # the next call begins again
+            raise OSError(f"it sent other bytes than those from {done:,} on")
+        if not rest:
+            done = 0
+            version.unlink(missing_ok=True)
+            tag = response.headers.get("ETag", "")
+            named = response.headers.get("Last-Modified") if not tag or tag.startswith("W/") else tag
+            if named:
+                version.write_text(named)
+        length = response.headers.get("Content-Length")
+        total = done + int(length) if length and length.isdigit() else None
+        with open(partial, "ab" if rest else "wb") as file:
             while chunk := response.read(_CHUNK):
                 file.write(chunk)
-                sha256.update(chunk)
-                checked.update(chunk)
                 done += len(chunk)
                 if progress is not None:
                     progress(done, total)
-        if total is not None and done != total:
-            raise UserError(f"{url} ended after {done:,} of {total:,} bytes; try again")
-        if md5 is not None and checked.hexdigest() != md5:
-            digest = checked.hexdigest()
-            raise UserError(f"{url} has the md5 {digest}, expected {md5}: it is damaged or was replaced; try again")
-        target.with_name(target.name + ".sha256").write_text(f"{sha256.hexdigest()}  {target.name}\n")
-        os.replace(partial, target)
-    except (urllib.error.URLError, HTTPException, OSError) as error:
-        code = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else None
-        reason = code or getattr(error, "reason", None) or error
-        raise UserError(f"cannot download {url}: {reason}; check the network, or put the file at {target}") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
-    return target
+    if total is not None and done != total:
+        raise OSError(f"it ended after {done:,} of {total:,} bytes")
+
+
+def _answer(url: str, headers: dict[str, str], timeout: float) -> HTTPResponse:
+    try:
+        request = urllib.request.Request(url, headers=headers)  # noqa: S310
+        answer: HTTPResponse = urllib.request.urlopen(request, timeout=timeout)  # noqa: S310
+    except urllib.error.HTTPError as error:
+        if error.code != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE or not headers:
+            raise
+        return _answer(url, {}, timeout)  # the bytes that are here are too many: begin again
+    return answer
+
+
+def _drop_empty(partial: Path, version: Path) -> None:
+    """Delete what cannot be continued: a download without a byte, or from a server that does not name versions."""
+    if not (partial.exists() and partial.stat().st_size and version.exists()):
+        partial.unlink(missing_ok=True)
+        version.unlink(missing_ok=True)
+
+
+def _digest(path: Path, kind: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()
+
+
+def _recorded(path: Path) -> Path:
+    """The file with the sha256 of a downloaded file."""
+    return path.with_name(path.name + ".sha256")
 
 
 def unzip(archive: Path, folder: Path) -> Path:
