@@ -102,7 +102,7 @@ def test_pairwise_losses(form: str, margin: float | None, n: int, exclude: pairw
     negative = torch.randint(8, (4, n), generator=g)
     negative[0] = 1
     lists = [[1, 2], [], [0, 3, 5], [], [], [7]]
-    known = torch.tensor([0, 2, 2, 5, 5, 5, 6]), torch.tensor(sum(lists, []), dtype=torch.int32)
+    known = torch.tensor([0, 2, 2, 5, 5, 5, 6]), torch.tensor([1, 2, 0, 3, 5, 7], dtype=torch.int32)
     scale, tau = torch.rand(4, generator=g), 0.5
     losses, by_query, by_item = pairwise.pairwise(
         users, items, q, positive, negative, scale, tau, margin, exclude, known

@@ -27,7 +27,14 @@ from sparring.recipes.run import Run
 from sparring.training.checkpoint import CheckpointManager, State
 from sparring.training.cuda_graph import CudaGraphStep
 from sparring.training.eligibility import listed_items
-from sparring.training.optimizers import Schedule, clip_gradients, fitting_warmup, optimizers, set_lr
+from sparring.training.optimizers import (
+    Schedule,
+    about_large_tables,
+    clip_gradients,
+    fitting_warmup,
+    optimizers,
+    set_lr,
+)
 from sparring.training.pairwise_step import pairwise_step
 from sparring.training.step import TrainingRows, training_step
 
@@ -117,6 +124,9 @@ class Trainer:
         asked, warmup, total = self.setup.training.warmup, self.schedule.warmup, f"{self.schedule.total:,}"
         if warmup < asked:
             log.info("warmup=%s exceeds half of the %s steps: %s steps warm up", asked, total, warmup)
+        line = about_large_tables(self.run.model, self.setup.training.optimizer)
+        if line is not None:
+            log.info(line)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             self.set_random()
             while not self.state.done:
