@@ -322,7 +322,7 @@ def cbns(
     return compose(data, setup, Term(1.0, Union(InBatch(pop), memory, correction=correction)))
 
 
-def full_softmax(data: Interactions, setup: Setup = PAPER) -> Run:
+def full_softmax(data: Interactions, setup: Setup = USUAL) -> Run:
     """Softmax over the complete catalogue: no sampling, the target that sampled losses estimate.
 
     Covington et al., Deep Neural Networks for YouTube Recommendations, RecSys 2016 (the exact loss they sample).

@@ -27,7 +27,14 @@ from sparring.recipes.run import Run
 from sparring.training.checkpoint import CheckpointManager, State
 from sparring.training.cuda_graph import CudaGraphStep
 from sparring.training.eligibility import listed_items
-from sparring.training.optimizers import Schedule, clip_gradients, fitting_warmup, optimizers, set_lr
+from sparring.training.optimizers import (
+    Schedule,
+    about_large_tables,
+    clip_gradients,
+    fitting_warmup,
+    optimizers,
+    set_lr,
+)
 from sparring.training.pairwise_step import pairwise_step
 from sparring.training.step import TrainingRows, training_step
 
@@ -87,8 +94,8 @@ class Trainer:
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
         self.positives = Positives.lazy(lambda: train.positives().to(device))
         self.rows = TrainingRows(run, train, device)
-        alone = device.type == "cpu" and ranks.world == 1
-        self.direct = pairwise_step(run, self.positives) if alone else None
+        alone = device.type == "cpu" and ranks.world == 1 and self.rows.kind == "pairs"
+        self.direct = pairwise_step(run, self.positives, self.optimizers) if alone else None
         total = training.epochs * len(self.rows.batches)
         warmup = fitting_warmup(training.warmup, total)
         self.schedule = Schedule(training.schedule, warmup, training.lr_decay, training.lr_decay_every, total)
@@ -122,6 +129,9 @@ class Trainer:
         asked, warmup, total = self.setup.training.warmup, self.schedule.warmup, f"{self.schedule.total:,}"
         if warmup < asked:
             log.info("warmup=%s exceeds half of the %s steps: %s steps warm up", asked, total, warmup)
+        line = about_large_tables(self.run.model, self.setup.training.optimizer)
+        if line is not None:
+            log.info(line)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             self.set_random()
             while not self.state.done:
@@ -197,18 +207,20 @@ class Trainer:
 
     def work(self, *step: Tensor) -> None:
         """One step, given by the tensors of `TrainingRows.batches`; nothing waits for the device."""
+        if self.direct is not None:
+            (pairs,) = step
+            self.total += self.direct(*self.rows.ids(pairs), self.generator, self.weights(pairs)).sum()
+            return
         for optimizer in self.optimizers:  # first, because a failed graph capture leaves gradients without values
             optimizer.zero_grad(set_to_none=True)
         pairs, context = self.rows.drawn(step, self.generator)
-        ids, weights = self.rows.ids(pairs), None if self.weight is None else self.weight[pairs] / self.mean_weight
-        if self.direct is not None:
-            loss = self.direct(*ids, self.generator, weights)
-        else:
-            losses, taken, outcome = training_step(self.run, *ids, self.generator, self.positives, self.ranks, context)
-            weighed = losses if weights is None else losses * self.ranks.own(weights)
-            (weighed.sum() / len(pairs)).backward()
-            sum_gradients(self.trained, self.ranks)
-            loss = outcome.loss
+        losses, taken, outcome = training_step(
+            self.run, *self.rows.ids(pairs), self.generator, self.positives, self.ranks, context
+        )
+        weights = self.weights(pairs)
+        weighed = losses if weights is None else losses * self.ranks.own(weights)
+        (weighed.sum() / len(pairs)).backward()
+        sum_gradients(self.trained, self.ranks)
         if self.setup.training.clip is not None:
             clip_gradients(self.modules.parameters(), self.setup.training.clip)
         for optimizer in self.optimizers:
@@ -216,9 +228,13 @@ class Trainer:
         for table in self.checkpoints.tables.values():
             table.step(self.setup.training.lr * (1.0 if self.factor is None else self.factor))
         with torch.no_grad():
-            for observer in self.observers:  # a direct step has none
+            for observer in self.observers:
                 observer.observe(taken, outcome)
-        self.total += loss.sum()
+        self.total += outcome.loss.sum()
+
+    def weights(self, pairs: Tensor) -> Tensor | None:
+        """The weights of these pairs, of mean 1 over all; None if they have none."""
+        return None if self.weight is None else self.weight[pairs] / self.mean_weight
 
     def mean(self) -> float:
         """The mean loss of this rank's rows of the epoch so far; waits for the device."""

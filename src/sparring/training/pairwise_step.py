@@ -1,12 +1,13 @@
-"""A step of a pairwise loss over two tables, without the general step: from ids to row-sparse gradients in one kernel.
+"""A step of a pairwise loss over two tables, from ids to updated rows by native kernels, without the general step.
 
 The general step (step.py) stays the specification: it draws the same negatives from the same generator, and its losses
-and gradients are the same up to rounding.
+and updates are the same up to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +20,16 @@ from sparring.losses.temperature import Fixed
 from sparring.models.towers import IdTower
 from sparring.negatives.sampled import Sampled
 from sparring.recipes.run import Run
+from sparring.training.row_optimizers import RowOptimizer
 
 PairwiseStep = Callable[[Tensor, Tensor, torch.Generator, Tensor | None], Tensor]
 
 
-def pairwise_step(run: Run, positives: Positives) -> PairwiseStep | None:
-    """A function of (query ids, item ids, generator, weights of the rows) that sets gradients and returns losses (B,).
+def pairwise_step(run: Run, positives: Positives, rules: Sequence[torch.optim.Optimizer]) -> PairwiseStep | None:
+    """A function of (query ids, item ids, generator, weights of the rows) that updates rows and returns losses (B,).
 
-    None unless a native kernel does all of the step: one term with a pairwise loss and uncorrected draws for each
-    query, two tables with row-sparse gradients, inner products, a fixed temperature, and no module that observes.
+    None unless native kernels do all of the step: one term with a pairwise loss and uncorrected draws for each query,
+    two tables under a row rule, inner products, a fixed temperature, no clipping, and no module that observes.
     """
     model, setup = run.model, run.setup
     if len(run.terms) != 1 or not isinstance(run.temperature, Fixed) or listeners(run.modules(), "observe"):
@@ -40,9 +42,13 @@ def pairwise_step(run: Run, positives: Positives) -> PairwiseStep | None:
     if not (type(query) is IdTower and type(item) is IdTower and query.sparse and item.sparse) or query is item:
         return None
     plain = model.score == "dot" and model.item_bias is None and model.closed_form is None
-    if not plain or setup.model.dropout or setup.batches.chunk is not None:
+    if not plain or setup.model.dropout or setup.batches.chunk is not None or setup.training.clip is not None:
         return None
     if not native.available(query.weight, item.weight):
+        return None
+    found = [_owner(table, rules) for table in (query.weight, item.weight)]
+    updates = [each for each in found if each is not None]
+    if len(updates) < 2:
         return None
     temperature, exclude, margin = run.temperature, negatives.exclude, kind[0]
 
@@ -55,8 +61,18 @@ def pairwise_step(run: Run, positives: Positives) -> PairwiseStep | None:
             query.weight, item.weight, q, positive, drawn, scale.float(), float(temperature.tau), margin, exclude, known
         )
         touched = torch.cat([positive.long(), drawn.flatten().long()])
-        for table, rows, values in ((query.weight, q.long(), by_query), (item.weight, touched, by_item)):
-            table.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), values, table.shape, check_invariants=False)
+        made = (query.weight, q.long(), by_query), (item.weight, touched, by_item)
+        for (rule, group), (table, rows, values) in zip(updates, made, strict=True):
+            rule.update_rows(table, rows, values, group)
         return losses * term.weight
 
     return step
+
+
+def _owner(table: Tensor, rules: Sequence[torch.optim.Optimizer]) -> tuple[RowOptimizer, dict[str, Any]] | None:
+    """The row rule of a table, and its settings; None if it has another."""
+    for rule in rules:
+        for group in rule.param_groups:
+            if any(table is each for each in group["params"]):
+                return (rule, group) if isinstance(rule, RowOptimizer) else None
+    return None

@@ -229,7 +229,7 @@ class TrainingRows:
 
     def ids(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
         """The queries and the items (B,) of these pairs."""
-        return self.queries[pairs].long(), self.items[pairs].long()
+        return self.queries.index_select(0, pairs).long(), self.items.index_select(0, pairs).long()
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
         """(at most n,) pairs of distinct random rows, as an epoch would meet them; rows on the CPU only."""
