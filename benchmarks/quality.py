@@ -6,9 +6,9 @@
 For each budget of CPU seconds a recipe gets as many epochs as fit, on a schedule of that length: one and two epochs are
 timed first, then the training is measured, once more with fewer epochs if it took longer. CPU seconds are user + system
 of everything but imports, reading the file and the test: the start, validation and choices. `ease` has one point, the
-time of its inverse. `implicit` trains on the same pairs in 1, 2, 4, ... sweeps or epochs. NDCG@20 and recall@20 on the test
-part of a random split; no model knows the validation items. The claim: at each budget the best of ours is not behind
-the best of theirs.
+time of its inverse. `implicit` trains on the same pairs in 1, 2, 4, ... sweeps or epochs. NDCG@20 and recall@20 are
+those of the test part of a random split; no model knows the validation items. The claim: at each budget the best of
+ours is not behind the best of theirs.
 """
 
 from __future__ import annotations
