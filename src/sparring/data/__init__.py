@@ -12,6 +12,7 @@ from sparring.data.modalities import Modalities, load_modalities
 from sparring.data.prepared.preparation import prepare
 from sparring.data.public_sets import PUBLIC_SETS, load_set
 from sparring.data.reading import describe, read, show
+from sparring.data.scores import read_graph, read_scores
 from sparring.data.splits import split
 from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.data.table import from_frame
@@ -39,6 +40,8 @@ __all__ = [
     "make_world",
     "prepare",
     "read",
+    "read_graph",
+    "read_scores",
     "show",
     "split",
     "text_of",

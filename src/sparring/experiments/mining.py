@@ -41,6 +41,7 @@ SETTINGS = "mining.json"
 _TEXTS = 8192  # items encoded and searched at a time
 _PAIRS = 1 << 16  # pairs of vectors multiplied at a time
 _EXAMPLES = 24  # queries shown in the report
+_SPARE = 6  # candidates of an example beside those that were mined
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -596,13 +597,14 @@ def _examples(
         if query not in shown or query in done:
             continue
         done.add(query)
-        taken, listed = set(chosen[row].tolist()), []
-        for place in range(min(ids.shape[1], 4 * mining.n + 8)):
+        taken, listed, spare = set(chosen[row].tolist()), [], 0
+        for place in range(ids.shape[1]):
             item = int(ids[row, place])
-            if item < 0 or (len(listed) >= 12 and item not in taken):
-                continue
             why = [name for name, mask in reached.items() if bool(mask[row, place])]
-            fate = "mined" if item in taken and bool(left[row, place]) else ("dropped" if why else "not needed")
+            fate = "dropped" if why else "mined" if item in taken else "not needed"
+            spare += fate != "mined"
+            if item < 0 or (spare > _SPARE and fate != "mined"):
+                continue
             value = float(scores[row, place])
             listed.append(
                 {

@@ -55,10 +55,11 @@ def _summary(mined: Mined, mining: Mining) -> Section:
 
 def _examples(mined: Mined, mining: Mining) -> Section:
     intro = Paragraph(
-        "Read some of these before you train: a dropped text should answer the query, a mined one should not. If mined "
+        "Those with the most dropped texts come first. Read some before you train: a dropped text should answer the query, a mined one should not. If mined "
         "texts do answer, lower the bound or raise --from; if dropped ones do not, raise it."
     )
-    return Section("Examples", (intro, *(_example(example) for example in mined.examples)))
+    tell = sorted(mined.examples, key=lambda example: -sum(bool(listed["why"]) for listed in example["candidates"]))
+    return Section("Examples", (intro, *(_example(example) for example in tell)))
 
 
 def _example(example: Mapping[str, Any]) -> Sheet:
