@@ -8,6 +8,7 @@ StaticEmbedding. Either can be the `encoder` of another run, and so can a Static
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from sparring.data.texts.encoder import (
     head_shape,
     load_head,
     module_kinds,
+    plain_tensors,
     text_folder,
     text_library,
 )
@@ -44,7 +46,7 @@ def is_bag(name: str) -> bool:
     """Whether an encoder of this name is a bag of token vectors."""
     if name in BAGS or not Path(name).is_dir():
         return name in BAGS
-    return _static(Path(name)) is not None or _config(Path(name)).get("model_type") == _BAG
+    return _static(Path(name)) is not None or _is_ours(Path(name))
 
 
 def encoder_place(name: str | None) -> Path | None:
@@ -58,7 +60,7 @@ def encoder_width(name: str, dim: int) -> int:
         return dim
     folder = text_folder(name)
     static = _static(folder)
-    if static is not None and not (folder / "config.json").is_file():
+    if static is not None and not _is_ours(folder):
         return _static_vectors(static).shape[1]
     config = _config(folder)
     wide = [] if config.get("model_type") == _BAG else [shape["outputs"] for shape in head_shape(folder) if shape]
@@ -98,7 +100,7 @@ def load_encoder(
     Without `weights` only its shape is read, for the caller to fill.
     """
     static = _static(folder)
-    if static is not None and not (folder / "config.json").is_file():
+    if static is not None and not _is_ours(folder):
         vectors = _static_vectors(static)
         return BagEncoder(
             FastTokenizer(static / "tokenizer.json", special=False), vectors, sparse, static / "tokenizer.json"
@@ -265,19 +267,20 @@ def _static(folder: Path) -> Path | None:
     return kinds[0][1]
 
 
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder holds a bag that we saved; a StaticEmbedding of others may have no config.json."""
+    return os.path.lexists(folder / "config.json") and _config(folder).get("model_type") == _BAG
+
+
 def _static_vectors(place: Path) -> Tensor:
     """The vectors of a StaticEmbedding, one row for each token."""
-    file = place / "model.safetensors"
-    if not file.is_file() or not (place / "tokenizer.json").is_file():
-        raise UserError(f"cannot load the text encoder in {place}: it lacks model.safetensors or tokenizer.json")
-    try:
-        tensors = safetensors.torch.load_file(file)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise UserError(f"cannot load the text encoder in {place}: {first_line(error)}") from error
-    vectors = tensors.get("embedding.weight")
+    if not (place / "tokenizer.json").is_file():
+        raise UserError(f"cannot load the text encoder in {place}: it has no tokenizer.json")
+    tensors = plain_tensors(place)
+    vectors = tensors.get("embedding.weight", tensors.get("embeddings") if len(tensors) == 1 else None)
     if vectors is None or vectors.dim() != 2:
         names = ", ".join(tensors) or "nothing"
-        raise UserError(f"{file} holds {names}: a StaticEmbedding has the matrix embedding.weight")
+        raise UserError(f"{place} holds {names}: a StaticEmbedding has the matrix embedding.weight")
     return vectors.float()
 
 

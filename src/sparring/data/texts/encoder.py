@@ -14,6 +14,7 @@ from textwrap import shorten
 from typing import Any, Literal
 
 import numpy as np
+import safetensors
 import safetensors.torch
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from sparring.core import files
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError, did_you_mean, first_line
 from sparring.core.extras import optional
+from sparring.core.memory_usage import machine_bytes
 from sparring.data.cache import hash_of
 
 Pooling = Literal["mean", "cls", "last"]
@@ -245,7 +247,9 @@ def module_kinds(folder: Path) -> list[tuple[str, Path]]:
     kinds = []
     for module in _modules(folder / "modules.json"):
         kind, place = (module.get("type"), module.get("path")) if isinstance(module, dict) else (module, "")
-        kinds.append((str(kind).rpartition(".")[2], files.inside(folder, place) if place else folder))
+        kinds.append(
+            (str(kind).rpartition(".")[2], folder if place in ("", ".", None) else files.inside(folder, place))
+        )
     return kinds
 
 
@@ -276,11 +280,19 @@ def load_head(folder: Path, weights: bool = True) -> nn.Sequential:
     places = [place for kind, place in module_kinds(folder) if kind in ("Dense", "Normalize")]
     for module, place in zip(head, places, strict=True):
         if weights and isinstance(module, Dense):
-            file = place / "model.safetensors"
-            if not file.is_file():
-                raise UserError(f"cannot load the text encoder in {folder}: {place.name} has no model.safetensors")
-            files.load_tensors(module, safetensors.torch.load_file(file), file)
+            files.load_tensors(module, plain_tensors(place), place)
     return head.float()
+
+
+def plain_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of model.safetensors in a folder that another library wrote."""
+    file = folder / "model.safetensors"
+    if not file.is_file() or file.stat().st_size > machine_bytes():
+        raise UserError(f"cannot load the text encoder in {folder}: it has no model.safetensors that fits into memory")
+    try:
+        return safetensors.torch.load_file(file)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise UserError(f"cannot load the text encoder in {folder}: {first_line(error)}") from error
 
 
 def own_prompt(folder: Path, side: Literal["query", "item"]) -> str:
