@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.sparring-demo
 READY := $(VENV)/.sparring-ready
 # Extras that the tests use for real. If one cannot be installed, its tests are skipped and say so.
-EXTRAS := completion,text,sentence-transformers,images,serve,hub,onnx,milvus,pgvector,pgserver,qdrant,lancedb,spark,encoders
+EXTRAS := completion,text,sentence-transformers,lora,images,serve,hub,onnx,milvus,pgvector,pgserver,qdrant,lancedb,spark,encoders
 comma := ,
 # On CPUs TorchRec is installed without its dependencies: it requires the CUDA build of fbgemm, which needs CUDA to load.
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0

@@ -16,6 +16,7 @@ import sparring
 ROOT = Path(__file__).parents[1]
 PUBLIC_MODULES = {  # they need an extra, so no package imports them
     "sparring.training.sentence_transformers",
+    "sparring.training.text_evaluation",
     "sparring.training.text_trainer",
 }
 

@@ -92,7 +92,7 @@ def test_a_folder_says_how_to_pool(tiny: Path) -> None:
 @pytest.mark.parametrize(
     "mode",
     [
-        {"pooling_mode_lasttoken": True},
+        {"pooling_mode_weightedmean_tokens": True},
         {"pooling_mode": "max"},
         {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
     ],
@@ -104,7 +104,7 @@ def test_a_way_to_pool_that_is_not_known_is_refused(tmp_path: Path, mode: dict[s
     (tmp_path / "1_Pooling" / "config.json").write_text(
         json.dumps({"word_embedding_dimension": 8, "pooling_mode_mean_tokens": False, **mode})
     )
-    with pytest.raises(UserError, match="only mean or cls"):
+    with pytest.raises(UserError, match="only mean, cls"):
         TextEncoder(tmp_path)
 
 

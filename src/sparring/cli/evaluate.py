@@ -19,6 +19,7 @@ from sparring.cli.parsing import (
     add_run,
     add_unfinished,
     constants,
+    count,
     cutoffs,
     novelties,
 )
@@ -69,6 +70,8 @@ def add_evaluate(commands: Commands) -> None:
     group.add_argument("--novelty", type=novelties, metavar="N,N", help=text)
     text = "with several values of --novelty: folder for a page, a figure and the table"
     group.add_argument("--report", type=Path, metavar="FOLDER", help=text)
+    text = "rank by the first dimensions of the vectors (see `index --dim`; default: all)"
+    group.add_argument("--dim", type=count, metavar="DIM", help=text)
     text = "also write the lists as a TREC run file, which trec_eval and others read"
     group.add_argument("--trec-out", type=Path, metavar="FILE", help=text)
     add_baselines(group)
@@ -88,6 +91,8 @@ def evaluate(args: Namespace) -> int:
         return _run_file(args)
     device = pick_device(args.device)
     several = len(args.novelty or ()) > 1
+    if args.dim is not None and (several or args.ranking not in (None, "encoder")):
+        raise UserError(f"--dim {args.dim} cuts the vectors of the towers: omit --ranking and several --novelty")
     if args.report is not None and not several:
         raise UserError("--report shows what novelty costs: give --novelty curve, or several values such as 0,0.3,0.6")
     if several and args.ranking not in (None, "encoder"):
@@ -101,6 +106,7 @@ def evaluate(args: Namespace) -> int:
     if several:
         return _curve(args, trained, task, cutoffs[len(cutoffs) // 2], device)
     trained = trained.with_novelty(args.novelty[0] if args.novelty else trained.own_novelty)
+    trained = trained if args.dim is None else trained.cut(args.dim)
     propensity = None if task.misses is not None else _propensity(data, args.propensity)
     names = []
     for name in METRICS + (PROPENSITY_METRICS if propensity is not None else ()) + LIST_METRICS:
@@ -108,7 +114,10 @@ def evaluate(args: Namespace) -> int:
             names.append(parse(name, args.dialect).name)
         except UserError:  # the dialect does not define this metric
             continue
-    how, seen = trained.how(args.ranking), None if task.seen is None else task.seen.to(device)
+    how, seen = (
+        trained.how(args.ranking if args.dim is None else "encoder"),
+        None if task.seen is None else task.seen.to(device),
+    )
     given = {"counts": task.counts, "propensity": propensity, "misses": task.misses}
 
     def ranked(model: Any, listed: Any, to: Any = None) -> Evaluation:
@@ -132,6 +141,7 @@ def evaluate(args: Namespace) -> int:
     words = [f"{args.run} on {task.title}: {len(chosen.query_ids):,} queries ranked in {chosen.seconds:.1f} s"]
     words += [f"{task.blank:,} of them have no training pair"] if task.blank else []
     words += ["repeats are kept, so seen items are ranked too"] if trained.repeats else []
+    words += [f"{args.dim} dimensions of each vector"] if args.dim else []
     words += [f"novelty {trained.novelty:g}"] if trained.novelty else []
     parts = [part for each in evaluation_tables(chosen) for part in ("", each)]
     if sources:

@@ -43,6 +43,8 @@ def add_index(commands: Commands) -> None:
     group.add_argument("--kind", choices=("auto", *INDEX_KINDS), default="auto", help=text)
     text = "length of the lists that the index is tuned for (default: 100)"
     group.add_argument("-k", "--k", type=count, default=100, metavar="K", help=text)
+    text = "first dimensions of the vectors to keep; train with --set matryoshka=DIM (default: all)"
+    group.add_argument("--dim", type=count, metavar="DIM", help=text)
     text = "for ease and item_knn: neighbours kept of each item, the strongest (default: 200)"
     group.add_argument("--neighbours", type=count, metavar="M", help=text)
     add_novelty(group)
@@ -88,7 +90,9 @@ def index(args: Namespace) -> int:
 
     k, folder = min(args.k, n_items), args.run / FOLDER
     with writing(folder, folder / LOCK):
-        tuned = build_index(trained, args.k, args.recall, args.memory, args.kind, args.queries, args.seed, log)
+        tuned = build_index(
+            trained, args.k, args.recall, args.memory, args.kind, args.queries, args.seed, log, args.dim
+        )
         shape = f"{len(tuned.index.ids):,} x {tuned.index.dim}"
         facts = {"run": str(args.run), "items": shape, "hardware": hardware(pick_device("cpu"))}
         path = report.write(tuned, args.recall, args.memory, k, folder / "report", facts)
@@ -105,6 +109,8 @@ def _lists(args: Namespace, trained: Trained) -> int:
     """The index of an item-item matrix: the strongest neighbours of each item."""
     from sparring.serving.index.run_index import FOLDER, build_lists
 
+    if args.dim is not None:
+        raise UserError(f"--dim cuts vectors, and {args.run} has an item-item matrix: omit it")
     if args.kind != "auto":
         raise UserError(f"--kind {args.kind} indexes vectors, and {args.run} has an item-item matrix: omit it")
     folder = args.run / FOLDER

@@ -98,7 +98,7 @@ def _items(trained: Trained, words: Sequence[str]) -> list[str]:
 def _recommend_all(args: Namespace) -> int:
     """Write the lists of every query to a file."""
     from sparring.serving.export.lists import check_file, write_lists
-    from sparring.serving.index.run_index import has_index, open_index, open_lists
+    from sparring.serving.index.run_index import cut_as_indexed, has_index, open_index, open_lists
     from sparring.training import trained as runs
 
     if not args.all:
@@ -119,6 +119,7 @@ def _recommend_all(args: Namespace) -> int:
     elif args.index:
         trained.item_vectors()  # a fused run has none, and says so
         index = open_index(args.run, novelty=trained.novelty)
+        trained = replace(trained, model=cut_as_indexed(trained.model, args.run))
     if index is not None:
         note_towers(trained)
     n, k = len(trained.ids.query_ids), args.k or min(100, len(trained.ids.item_ids))

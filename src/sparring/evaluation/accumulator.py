@@ -60,9 +60,10 @@ class MetricAccumulator:
     ) -> None:
         self.n_items, self.cutoffs, self.counts, self.propensity = n_items, cutoffs, counts, propensity
         self.pairs, place = np.unique(test.queries.astype(np.int64) * n_items + test.items, return_inverse=True)
-        given = getattr(test, "grade", None)
-        self.grades: np.ndarray | None = None if given is None else np.zeros(len(self.pairs))  # of each pair
-        if self.grades is not None:
+        given: np.ndarray | None = getattr(test, "grade", None)
+        self.grades: np.ndarray | None = None  # of each pair
+        if given is not None:
+            self.grades = np.zeros(len(self.pairs))
             np.maximum.at(self.grades, place, given)
         self.query_ids, self.query_of_pair, self.relevant = np.unique(
             self.pairs // n_items, return_inverse=True, return_counts=True

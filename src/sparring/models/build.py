@@ -13,9 +13,9 @@ from sparring.core.memory_usage import machine_bytes
 from sparring.core.ranks import Group, home, join
 from sparring.data.features import Features
 from sparring.data.histories import Histories
-from sparring.data.texts.encoder import Pooling
+from sparring.data.texts.encoder import Pooling, own_prompt
 from sparring.data.texts.texts import Role, Texts, text_of, tokenized
-from sparring.models.encoders import encoder_width, load_encoder, open_encoder
+from sparring.models.encoders import add_lora, encoder_place, encoder_width, load_encoder, open_encoder
 from sparring.models.histories import HistoryTower
 from sparring.models.inputs import Inputs
 from sparring.models.item_corrections import Augmented, Centroids, shared_vectors
@@ -27,7 +27,7 @@ from sparring.models.retriever import Retriever
 from sparring.models.rowwise_tables import RowWiseTable
 from sparring.models.settings import ModelSettings, TextSettings
 from sparring.models.sharded_tables import ShardedTable
-from sparring.models.text import BagEncoder, TextTower, TransformerEncoder
+from sparring.models.text import BagEncoder, TextTower, TransformerEncoder, prompted
 from sparring.models.towers import IdTower
 
 
@@ -60,7 +60,9 @@ def query_tower(inputs: Inputs, settings: ModelSettings, item: Tower) -> nn.Modu
         shared = item.encoder if isinstance(item, TextTower) and inputs.text.share_encoder else None
         return text_tower_of(inputs, settings, "query", shared)
     if kind == "history":
-        pooling: Literal["sum", "mean", "attention"] = "mean" if settings.pooling == "cls" else settings.pooling
+        pooling: Literal["sum", "mean", "attention"] = (
+            "sum" if settings.pooling == "sum" else "attention" if settings.pooling == "attention" else "mean"
+        )
         history = HistoryTower(history_items(inputs, settings, item), inputs.past, settings.history, pooling)
         if not described:
             return history
@@ -180,20 +182,28 @@ def text_tower_of(
     inputs: Inputs, settings: ModelSettings, side: Role, encoder: BagEncoder | TransformerEncoder | None = None
 ) -> TextTower:
     """The text tower of a side, with its own encoder unless one is given."""
-    text, saved = inputs.text, inputs.saved
-    pooling: Pooling = "cls" if settings.pooling == "cls" else "mean"
+    text, saved, shared = inputs.text, inputs.saved, encoder is not None
+    pooling: Pooling | None = "mean"
+    if settings.pooling in ("cls", "last", "auto"):
+        pooling = None if settings.pooling == "auto" else settings.pooling
     if encoder is None and saved is not None:
         encoder = load_encoder(saved / encoder_folder(text, side), pooling, inputs.sparse, weights=False)
     elif encoder is None:
         if text.encoder is None:
             raise UserError("a text tower needs an encoder: set encoder to bag, wordllama, minilm, or a folder")
         encoder = open_encoder(text.encoder, settings.dim, pooling, inputs.sparse, settings.init_std)
+    if text.lora and not shared:
+        add_lora(encoder, text.lora)
+    length = encoder.longest if text.max_len is None else text.max_len
+    prompt = text.query_prompt if side == "query" else text.item_prompt
+    if prompt is None:
+        folder = saved / encoder_folder(text, side) if saved is not None else encoder_place(text.encoder)
+        prompt = "" if folder is None else own_prompt(folder, side)
     if saved is not None:
-        return TextTower(encoder, Texts.load(saved / f"{side}_texts"), text.max_len)
+        return TextTower(encoder, Texts.load(saved / f"{side}_texts"), length, prompt)
     columns = text.query_text if side == "query" else text.item_text
-    return TextTower(
-        encoder, tokenized(text_of(inputs.ids, side, columns), encoder.tokenizer, text.max_len), text.max_len
-    )
+    texts = prompted(text_of(inputs.ids, side, columns), prompt)
+    return TextTower(encoder, tokenized(texts, encoder.tokenizer, length), length, prompt)
 
 
 def encoder_folder(text: TextSettings, side: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparring.core.errors import UserError
 from sparring.core.part import Part
 from sparring.core.sparse_rows import unit_lookup
 from sparring.core.types import ALONE, ItemLayers, Ranks
@@ -192,6 +193,27 @@ class Retriever(nn.Module):
         other.item_bias = bias
         return other
 
+    def cut(self, dim: int) -> Retriever:
+        """The same towers, shared, with the first `dim` dimensions of their vectors, scaled after the cut."""
+        whole = width_of(self.item)
+        if self.scores_items or self.closed_form is not None:
+            raise UserError("vectors can be cut where two towers are trained by steps: this model has a closed form")
+        if not 1 <= dim <= whole:
+            raise UserError(f"vectors cannot be cut to {dim} dimensions: they have {whole}")
+        other = self._shared()
+        other.width = dim
+        return other
+
+    @property
+    def whole(self) -> Retriever:
+        """The same towers, shared, with all dimensions."""
+        return self.cut(width_of(self.item)) if self.width != width_of(self.item) else self
+
+    def shortened(self, vectors: Tensor) -> Tensor:
+        """Vectors (..., D) of the model with all dimensions, as this one has them; an item bias stays last."""
+        short = self._scaled(vectors[..., : self.width])
+        return short if self.item_bias is None else torch.cat([short, vectors[..., -1:]], -1)
+
     def with_closed_form(self, form: LowRankEase) -> Retriever:
         """The same towers, shared, beside a closed form; for query towers that pool the items of a history."""
         if not isinstance(self.query, PastReader):
@@ -238,12 +260,13 @@ class Retriever(nn.Module):
 
     def table_queries(self, ids: np.ndarray) -> np.ndarray:
         """`query_vectors` of an IdTower by numpy: a call of torch releases the interpreter lock, which costs a wait."""
-        vectors: np.ndarray = self.query.weight.detach().numpy()[ids]  # type: ignore[union-attr, operator]
+        vectors: np.ndarray = self.query.weight.detach().numpy()[ids, : self.width]  # type: ignore[union-attr, operator]
         if self.score == "cosine":
             vectors /= np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), NORM_EPS)[:, None]
         return vectors if self.item_bias is None else np.concatenate([vectors, np.ones_like(vectors[:, :1])], 1)
 
     def _scaled(self, vectors: Tensor) -> Tensor:
+        vectors = vectors if vectors.shape[-1] == self.width else vectors[..., : self.width]
         return F.normalize(vectors, dim=-1, eps=NORM_EPS) if self.score == "cosine" else vectors
 
     def _finished(self, vectors: Tensor, closed: Tensor | None = None) -> Tensor:

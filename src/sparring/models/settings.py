@@ -39,8 +39,8 @@ class ModelSettings:
     history_table: Literal["items", "own"] = setting(
         "items", "vectors of the items of a history: the item tower's, or a table of their own"
     )
-    pooling: Literal["mean", "sum", "attention", "cls"] = setting(
-        "mean", "how a tower pools items or tokens into one vector"
+    pooling: Literal["mean", "sum", "attention", "cls", "last", "auto"] = setting(
+        "mean", "how a tower pools items or tokens into one vector; auto is the text encoder's own"
     )
     item_features: tuple[str, ...] = setting((), "columns of the items table that the item tower reads")
     item_vectors: str | None = setting(None, "vectors of the items: FILE.npy, or FILE.npy:IDS; none reads none")
@@ -70,5 +70,12 @@ class TextSettings:
     encoder: str | None = setting(None, "bag, wordllama, minilm, auto, a folder, or a model on the Hugging Face hub")
     query_text: tuple[str, ...] = setting((), "columns that form a query's text; empty finds them")
     item_text: tuple[str, ...] = setting((), "columns that form an item's text; empty finds them")
+    lora: int = setting(
+        0, "rank of the matrices that are trained in place of a transformer's weights (LoRA); 0 trains all", at_least=0
+    )
     share_encoder: bool = setting(True, "use one encoder for both towers")
-    max_len: int = setting(32, "tokens of a text that are read", at_least=1)
+    query_prompt: str | None = setting(None, "words before the text of every query; none takes the encoder's own")
+    item_prompt: str | None = setting(None, "words before the text of every item; none takes the encoder's own")
+    max_len: int | None = setting(
+        32, "tokens of a text that are read; none reads as many as the encoder can", at_least=1
+    )

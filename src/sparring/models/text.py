@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import polars as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparring.core.part import innermost
-from sparring.data.texts.encoder import Pooling, group_sizes, pooled
-from sparring.data.texts.texts import Texts, tokenize
+from sparring.data.texts.encoder import Dense, Pooling, group_sizes, pooled
+from sparring.data.texts.texts import Texts, as_series, tokenize
 from sparring.data.texts.tokenizers import Tokenizer
 from sparring.models.towers import IdTower
 
@@ -27,7 +28,8 @@ _WASTE = 2.0  # padded tokens per real token above which grouping texts by lengt
 class TextTower(nn.Module):
     """Vectors of n texts by index: an encoder and the tokens of the texts.
 
-    Each distinct id is encoded once per call. The tokens are not part of the state; `encode_texts` encodes new texts.
+    Each distinct id is encoded once per call. The tokens are not part of the state; `encode_texts` encodes new texts,
+    each with the tower's `prompt` before it, as the tokens must have been made.
     Two towers over one encoder share its weights. When a transformer trains on a GPU, all ids are read at once, padded
     to one length and with repetitions, so that no step waits for the device and CUDA graphs can capture it.
 
@@ -35,11 +37,13 @@ class TextTower(nn.Module):
         Retriever(TextTower(encoder, query_texts), TextTower(encoder, item_texts))
     """
 
-    def __init__(self, encoder: BagEncoder | TransformerEncoder, texts: Texts, max_len: int = 32) -> None:
+    def __init__(
+        self, encoder: BagEncoder | TransformerEncoder, texts: Texts, max_len: int = 32, prompt: str = ""
+    ) -> None:
         super().__init__()
         if not 1 <= max_len <= encoder.longest:
             raise ValueError(f"max_len {max_len} must be between 1 and the encoder's limit of {encoder.longest} tokens")
-        self.encoder, self.texts, self.max_len = encoder, texts, max_len
+        self.encoder, self.texts, self.max_len, self.prompt = encoder, texts, max_len, prompt
         self.n, self.dim = len(texts), encoder.dim
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -56,12 +60,17 @@ class TextTower(nn.Module):
     def encode_texts(self, strings: Sequence[str]) -> Tensor:
         """Vectors (n, D) of any texts, in the tower's current mode (training or evaluation)."""
         device = next(self.parameters()).device
-        texts = tokenize(strings, self.encoder.tokenizer, self.max_len)
+        texts = tokenize(prompted(strings, self.prompt), self.encoder.tokenizer, self.max_len)
         vectors: Tensor = self.encoder(texts, torch.arange(len(texts), device=device), self.max_len)
         return vectors
 
     def extra_repr(self) -> str:
         return f"{self.n:,} texts of at most {self.max_len} tokens"
+
+
+def prompted(strings: Sequence[str] | pl.Series, prompt: str) -> Sequence[str] | pl.Series:
+    """The texts with a prompt before each."""
+    return prompt + as_series(strings) if prompt else strings
 
 
 def must_not_sync(ids: Tensor) -> bool:
@@ -123,10 +132,11 @@ class BagEncoder(nn.Module):
 
 
 class TransformerEncoder(nn.Module):
-    """A text as the mean of a transformer's last layer over its tokens, or as the vector of its first token (cls).
+    """A text as the mean of a transformer's last layer over its tokens, or the vector of its first (cls) or last token.
 
-    `model` is any Hugging Face encoder, `tokenizer` its own. Texts of similar length are read together to limit
-    padding. The model's dropout is active in training mode. Under autocast the layers run in bfloat16, the pooling in
+    `model` is any Hugging Face encoder, `tokenizer` its own, `head` the layers after the pooling, if any. Texts of
+    similar length are read together to limit padding. The model's dropout is active in training mode. Under autocast
+    the layers run in bfloat16, the pooling in
     float32.
 
         TransformerEncoder(AutoModel.from_pretrained(folder), find_tokenizer(folder), pooling="mean")
@@ -141,10 +151,11 @@ class TransformerEncoder(nn.Module):
         pooling: Pooling = "mean",
         longest: int = 512,
         tokenizer_file: Path | None = None,
+        head: nn.Sequential | None = None,
     ) -> None:
         super().__init__()
-        if pooling not in ("mean", "cls"):
-            raise ValueError(f"unknown pooling {pooling!r} of a text tower: use 'mean' or 'cls'")
+        if pooling not in ("mean", "cls", "last"):
+            raise ValueError(f"unknown pooling {pooling!r} of a text tower: use 'mean', 'cls' or 'last'")
         self.model, self.tokenizer, self.tokenizer_file = model.train(), tokenizer, tokenizer_file
         self.pooling, self.longest = pooling, longest
         # These take a full attention mask. From a mask per token they would ask the device whether anything is padded.
@@ -152,7 +163,9 @@ class TransformerEncoder(nn.Module):
         self.full_mask = (
             int(version.split(".")[0]) >= 5 and getattr(model.config, "_attn_implementation", None) == "sdpa"
         )
-        self.dim = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        self.head = nn.Sequential() if head is None else head
+        dense = [layer for layer in self.head if isinstance(layer, Dense)]
+        self.dim = dense[-1].linear.out_features if dense else int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
 
     def forward(self, texts: Texts, ids: Tensor, max_len: int) -> Tensor:
         """Vectors (n, D) of these texts, float32."""
@@ -178,4 +191,5 @@ class TransformerEncoder(nn.Module):
         mask[:, 0] = True  # a text without tokens has nothing to attend to
         attends = mask[:, None, None, :].expand(-1, 1, mask.shape[1], -1) if full_mask else mask.long()
         hidden = self.model(input_ids=tokens, attention_mask=attends).last_hidden_state
-        return pooled(hidden, mask, self.pooling)
+        vectors: Tensor = self.head(pooled(hidden, mask, self.pooling))
+        return vectors

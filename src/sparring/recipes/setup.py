@@ -299,10 +299,10 @@ def check(setup: Setup) -> None:
             raise UserError(
                 f"{side}_text is for text towers, and {side}_tower is {tower}: set an encoder, or leave it out"
             )
-    if (model.pooling == "cls" and not reads_text) or (
+    if (model.pooling in ("cls", "last", "auto") and not reads_text) or (
         model.pooling in ("attention", "sum") and model.query_tower != "history"
     ):
-        why = "cls is for text towers, attention and sum for query_tower=history"
+        why = "cls, last and auto are for text towers, attention and sum for query_tower=history"
         raise UserError(f"pooling={model.pooling} is not for these towers: {why}")
     if batches.draw != "uniform" and batches.rows != "queries":
         raise UserError(f"draw={batches.draw} chooses among a query's positives: set rows=queries")

@@ -20,7 +20,7 @@ BAG = Setup.of(
     warmup=100,
     patience=None,
 )
-TRANSFORMER = BAG.replaced(encoder="minilm", tau=0.05, lr=2e-4, weight_decay=0.01, precision="bf16")
+TRANSFORMER = BAG.replaced(encoder="minilm", tau=0.05, lr=2e-4, weight_decay=0.01, precision="bf16", pooling="auto")
 
 
 def default_encoder() -> str:

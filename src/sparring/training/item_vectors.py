@@ -32,6 +32,8 @@ def item_vectors(model: Retriever, folder: Path) -> Tensor:
     """
     if text_tower(model.item) is None:
         return model.item_vectors()
+    if model.whole is not model:  # the cache holds complete vectors
+        return model.shortened(item_vectors(model.whole, folder))
     if model.item_bias is not None:
         vectors = item_vectors(model.with_bias(None), folder)
         with torch.no_grad():

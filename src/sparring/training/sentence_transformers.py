@@ -393,8 +393,8 @@ def hard_negatives(
         raise UserError(f"n={n}, skip={skip}, pool={pool}: n must be at least 1, skip at least 0, pool at least n")
     data = pairs_of(dataset)
     queries, items = (
-        _vectors(model, data.query_ids.ids.to_list(), "query"),
-        _vectors(model, data.item_ids.ids.to_list(), "item"),
+        encoded(model, data.query_ids.ids.to_list(), "query"),
+        encoded(model, data.item_ids.ids.to_list(), "item"),
     )
     everyone = torch.arange(data.n_queries, device=items.device)
     known = data.positives().to(items.device)
@@ -416,8 +416,8 @@ def hard_negatives(
     return pl.DataFrame({**table, **{f"negative_{j + 1}": chosen[:, j] for j in range(n if full.any() else 0)}})
 
 
-def _vectors(model: Any, texts: Sequence[str], side: Literal["query", "item"]) -> Tensor:
-    """Vectors (n, D) of length 1."""
+def encoded(model: Any, texts: Sequence[str], side: Literal["query", "item"]) -> Tensor:
+    """Vectors (n, D) of length 1 by a SentenceTransformer or a run with text towers, each with its own prompts."""
     if hasattr(model, "encode_texts"):
         vectors: Tensor = model.encode_texts(texts, side)
     else:

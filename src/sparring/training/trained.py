@@ -249,6 +249,15 @@ class Trained(TrainedModel):
         """The novelty in the run's settings."""
         return parse_setup(self.meta["setup"]).ranking.novelty
 
+    def cut(self, dim: int) -> Trained:
+        """The same run with the first `dim` dimensions of its vectors; train with matryoshka=DIM for good lists.
+
+        load("runs/first").cut(64).recommend([1042])
+        """
+        if not isinstance(self.model, Retriever) or not self.has_vectors:
+            raise UserError(f"{self.name} has no vectors of two towers that could be cut")
+        return replace(self, model=self.model.cut(dim))
+
     def with_novelty(self, novelty: float) -> Trained:
         """The same run with a novelty (models/novelty.py); the run must have been loaded with novelty=0.
 

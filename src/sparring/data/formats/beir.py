@@ -1,4 +1,4 @@
-"""Retrieval data sets in BEIR's layout: corpus.jsonl, queries.jsonl and qrels/*.tsv."""
+"""Retrieval data sets in BEIR's layout: corpus.jsonl, queries.jsonl and qrels/*.tsv; or as Parquet, as NanoBEIR is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.data.interactions import Interactions
 from sparring.data.lines import find_file, read_json_lines, read_lines
 from sparring.data.pairs import pair_keys
@@ -19,7 +19,12 @@ _PARTS = {"train": "train", "dev": "valid", "valid": "valid", "test": "test"}
 
 def is_beir(folder: Path) -> bool:
     """Whether a folder holds a data set in BEIR's layout."""
-    return all(find_file(folder, name) is not None for name in ("corpus.jsonl", "queries.jsonl"))
+    names = ("corpus", "queries")
+    return all(find_file(folder, f"{name}.jsonl") or _parquet(folder / name) for name in names)
+
+
+def _parquet(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.parquet")) if folder.is_dir() else []
 
 
 def read_beir(folder: str | Path) -> Interactions:
@@ -27,9 +32,11 @@ def read_beir(folder: str | Path) -> Interactions:
 
     `corpus.jsonl` has `_id`, `text` and perhaps `title` (text towers read both), `queries.jsonl` has `_id` and `text`,
     and `qrels/train.tsv`, `dev.tsv` and `test.tsv` have a header, then query, document and score, separated by tabs or
-    spaces. The files are the split if there is a train.tsv; otherwise the pairs have none. All documents can be
-    recommended. Grades other than 1 are kept in `grade`, which ndcg reads; training treats all pairs alike. Queries
-    without a relevant document are dropped, and repeated lines are read once; notes report the number of each.
+    spaces. In NanoBEIR's layout `corpus`, `queries` and `qrels` are folders of Parquet files, the last with the columns
+    query-id, corpus-id and perhaps score. The files are the split if there is a train.tsv; otherwise the pairs have
+    none. All documents can be recommended. Grades other than 1 are kept in `grade`, which ndcg reads; training treats
+    all pairs alike. Queries without a relevant document are dropped, and repeated lines are read once; notes report the
+    number of each.
 
         data = read_beir("scifact")
     """
@@ -38,9 +45,11 @@ def read_beir(folder: str | Path) -> Interactions:
     corpus = _texts(folder, "corpus.jsonl", notes)
     queries = _texts(folder, "queries.jsonl", notes)
     files = {name: file for name in _PARTS if (file := find_file(folder / "qrels", f"{name}.tsv"))}
-    if not files:
-        raise UserError(f"{folder / 'qrels'} holds none of {', '.join(f'{name}.tsv' for name in _PARTS)}")
-    judged = pl.concat([_judgements(file).with_columns(split=pl.lit(_PARTS[name])) for name, file in files.items()])
+    tables = _parquet(folder / "qrels")
+    if not files and not tables:
+        raise UserError(f"{folder / 'qrels'} holds none of {', '.join(f'{name}.tsv' for name in _PARTS)}, nor Parquet")
+    parts = [_judgements(file).with_columns(split=pl.lit(_PARTS[name])) for name, file in files.items()]
+    judged = pl.concat(parts) if files else _nano_judgements(tables)
     for column, table in (("query", queries), ("item", corpus)):
         known = judged[column].is_in(table["_id"].implode())
         if not known.all():
@@ -56,14 +65,14 @@ def read_beir(folder: str | Path) -> Interactions:
     if "train" not in files:
         notes.append("qrels has no train.tsv: the pairs have no split")
         right = right.drop("split")
-    tables = {name: table.rename({"_id": name}) for name, table in (("query", queries), ("item", corpus))}
+    named = {name: table.rename({"_id": name}) for name, table in (("query", queries), ("item", corpus))}
     pairs, source = right.drop("score"), str(folder)
     data = from_frame(
         pairs,
         query="query",
         item="item",
-        queries=tables["query"],
-        items=tables["item"],
+        queries=named["query"],
+        items=named["item"],
         catalogue=True,
         source=source,
         text=True,
@@ -85,9 +94,15 @@ def _grades(data: Interactions, right: pl.DataFrame) -> np.ndarray | None:
 
 def _texts(folder: Path, name: str, notes: list[str]) -> pl.DataFrame:
     file = find_file(folder, name)
-    assert file is not None
-    table, note = read_json_lines(file, {"_id": pl.String, "title": pl.String, "text": pl.String}, "_id")
-    notes += [note] if note else []
+    columns = {"_id": pl.String, "title": pl.String, "text": pl.String}
+    if file is None:
+        file = folder / name.removesuffix(".jsonl")
+        table = _read_parquet(_parquet(file), ("_id", "text"))
+        missing = [pl.lit(None, pl.String).alias(column) for column in columns if column not in table.columns]
+        table = table.with_columns(missing).select(pl.col(column).cast(pl.String) for column in columns)
+    else:
+        table, note = read_json_lines(file, columns, "_id")
+        notes += [note] if note else []
     table, before = table.unique(maintain_order=True), len(table)
     if len(table) < before:
         notes.append(f"dropped {before - len(table):,} repeated lines of {file.name}")
@@ -96,6 +111,25 @@ def _texts(folder: Path, name: str, notes: list[str]) -> pl.DataFrame:
         raise UserError(f"{file} has the _id {twice!r} more than once, with different texts")
     table = table.with_columns(pl.col("title", "text").str.strip_chars().replace("", None))
     return table if table["title"].null_count() < len(table) else table.drop("title")
+
+
+def _read_parquet(files: list[Path], needed: tuple[str, ...]) -> pl.DataFrame:
+    try:
+        table = pl.concat([pl.read_parquet(file) for file in files], how="diagonal_relaxed")
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise UserError(f"cannot read {files[0].parent}: {first_line(error)}") from error
+    for name in needed:
+        if name not in table.columns:
+            raise UserError(f"{files[0].parent} has no column {name!r}; it has {', '.join(table.columns)}")
+    return table
+
+
+def _nano_judgements(files: list[Path]) -> pl.DataFrame:
+    """Columns query, item, score and split of qrels in Parquet; without a score every pair is relevant."""
+    table = _read_parquet(files, ("query-id", "corpus-id"))
+    score = pl.col("score").cast(pl.Float64) if "score" in table.columns else pl.lit(1.0)
+    names = {"query": pl.col("query-id").cast(pl.String), "item": pl.col("corpus-id").cast(pl.String)}
+    return table.select(**names, score=score, split=pl.lit("test"))
 
 
 def _left_out(corpus: pl.DataFrame, queries: pl.DataFrame, right: pl.DataFrame) -> list[str]:

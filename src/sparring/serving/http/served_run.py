@@ -20,7 +20,7 @@ from sparring.serving.http.placement import ItemPlacer
 from sparring.serving.http.schema import RequestError
 from sparring.serving.http.store import Change
 from sparring.serving.index import Index, index_files
-from sparring.serving.index.run_index import FOLDER, has_index, open_index, open_lists
+from sparring.serving.index.run_index import FOLDER, cut_as_indexed, has_index, open_index, open_lists
 from sparring.serving.index.scored import FusedItems, ScoredItems
 from sparring.serving.index.searchable import Searchable
 from sparring.training import trained as runs
@@ -308,7 +308,7 @@ def load_served(
 
 
 def _with_lists(trained: Trained) -> Trained:
-    """A run with each of its item-item matrices cut to the neighbours in its index, where it has one."""
+    """A run with each of its item-item matrices cut to the neighbours in its index, and vectors to its dimensions."""
     model = trained.model
     if isinstance(model, Sources):
         sources = [replace(each, model=_cut(each.model, each.folder)) for each in model.sources]
@@ -317,7 +317,9 @@ def _with_lists(trained: Trained) -> Trained:
 
 
 def _cut(model: Retriever, folder: Path) -> Retriever:
-    return open_lists(model, folder)[0] if model.scores_items and has_index(folder) else model
+    if model.scores_items:
+        return open_lists(model, folder)[0] if has_index(folder) else model
+    return cut_as_indexed(model, folder)
 
 
 def _index(model: Retriever, folder: Path, novelty: float, notes: list[str]) -> Index | ScoredItems:

@@ -34,11 +34,13 @@ def build_index(
     queries: int = 1000,
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
+    dim: int | None = None,
 ) -> Tuned:
-    """Tune an index for a run and save it in the run folder; see `tune`.
+    """Tune an index for a run and save it in the run folder; see `tune`. `dim` cuts vectors to their first dimensions.
 
     build_index(load("runs/first"), recall=0.99, memory=500_000_000)
     """
+    trained = trained if dim is None else trained.cut(dim)
     n = len(trained.ids.query_ids)
     chosen = np.random.default_rng(seed).permutation(n)[:queries]
     vectors = trained.item_vectors().float().cpu().numpy()
@@ -61,6 +63,7 @@ def build_index(
         "run": trained.meta["id"],
         "model": model_hash(trained.folder),
         "novelty": trained.novelty,
+        "cut": dim,
         "memory": tuned.chosen.memory,
         "measured": figures,
     }
@@ -115,6 +118,12 @@ def _lists(model: Retriever, queries: torch.Tensor, k: int) -> np.ndarray:
 def has_index(run: Path) -> bool:
     """Whether a run folder has an index."""
     return (run / FOLDER / index_files.META).is_file()
+
+
+def cut_as_indexed(model: Retriever, run: Path) -> Retriever:
+    """The model with the dimensions that the index of its run has."""
+    cut = index_files.read_meta(run / FOLDER).get("cut") if has_index(run) else None
+    return model if cut is None else model.cut(int(cut))
 
 
 def open_lists(model: Retriever, run: Path, check: bool = True) -> tuple[Retriever, dict[str, Any]]:
