@@ -25,7 +25,7 @@ PACKAGES = {
     "sparring.recipes": "One function per published method.",
     "sparring.evaluation": "Ranking, metrics, statistics.",
     "sparring.training": "Fitting a run and reading its folder.",
-    "sparring.experiments": "Comparing, tuning and diagnosing.",
+    "sparring.experiments": "The estimator; comparing, tuning and diagnosing.",
     "sparring.serving": "Indexes, exports and the service.",
     "sparring.testing": "The contracts that every sampler and every tower keeps.",
 }

@@ -150,6 +150,10 @@ def test_a_run_json_imports_no_code_unless_trusted(tmp_path: Path, refused: Call
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (tmp_path / "run.json").write_text(json.dumps(meta))
     refused(["train", "--config", tmp_path], "evil.py", "--trust")
+    assert words_of("train", "--config", tmp_path, "--recipe", "uns")[:1] == ["train"]  # a copy of one's own
+    other = json.loads(json.dumps(Setup.of(model_name=f"{tmp_path}/evil.py:model").flat()))
+    (tmp_path / "run.json").write_text(json.dumps({**meta, "recipe": "uns", "setup": other}))
+    refused(["train", "--config", tmp_path], "model", "evil.py", "--trust")
     assert not (tmp_path / "ran").exists()
     (tmp_path / "run.json").write_text(json.dumps({**meta, "recipe": "fused", "parts": []}))
     refused(["train", "--config", tmp_path], "fused")

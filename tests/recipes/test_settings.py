@@ -15,7 +15,8 @@ from sparring.models.settings import ModelSettings
 from sparring.recipes import PAPER, RECIPES, xir
 from sparring.recipes.finding import find
 from sparring.recipes.in_batch import USUAL
-from sparring.recipes.settings import build, known, own_arguments, own_setup, resolve
+from sparring.recipes.run import OWN
+from sparring.recipes.settings import build, given, known, own_arguments, own_setup, resolve
 from sparring.recipes.setup import GROUPS, SETTINGS, Setup, check, find_setting, flat_name, parse, parse_setup
 
 
@@ -23,6 +24,25 @@ def line_of(error: pytest.ExceptionInfo[UserError]) -> str:
     text = str(error.value)
     assert len(text.splitlines()) == 1
     return text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("xir", {"lam": 0.3, "dim": 16, "seed": 2}),
+        ("default", {"model": "sasrec", "model.blocks": 1, "epochs": 7}),
+        ("default", {"encoder": "bag", "lr": 0.25}),
+        ("ials", {"dim": 8, "epochs": 3, "alpha": 2.5}),
+        ("ease", {"novelty": 0.2}),
+        ("ngame", {}),
+    ],
+)
+def test_settings_are_found_again(recipe: str, settings: dict[str, Any]) -> None:
+    """From a resolved Setup and arguments, `given` finds the settings that resolve to them, and no others."""
+    setup, arguments = resolve(find(recipe), settings)
+    assert given(find(recipe), setup, arguments) == settings
+    if not {"model", "encoder"} & settings.keys():
+        assert given(find(recipe), setup.replaced(model_name=OWN, model_options={}), arguments) == settings
 
 
 def test_user_is_another_name_of_query_in_settings() -> None:

@@ -53,7 +53,7 @@ def expanded(words: list[str], commands: Callable[[], Mapping[str, Parser]]) -> 
         action.required, action.default = False, argparse.SUPPRESS
     given = vars(parser.parse_known_args(words[1:])[0])
     path = given["config"]
-    config = read_config(path, bool(given.get("trust")), "recipe" in given)
+    config = read_config(path, bool(given.get("trust")), given.get("recipe"))
     return [words[0], *_words(config, given, parser, path), *_without(words[1:])]
 
 
@@ -75,11 +75,11 @@ def _without(words: list[str]) -> list[str]:
 # Reading
 
 
-def read_config(path: Path, trust: bool = False, recipe: bool = False) -> dict[str, Any]:
+def read_config(path: Path, trust: bool = False, recipe: str | None = None) -> dict[str, Any]:
     """The content of a config file, or the options that train the run of a run.json (or of its folder) again.
 
-    A run.json may come from a stranger, so the code that it names is imported only with `trust`; with `recipe`, the
-    command line names the recipe.
+    A run.json may come from a stranger, so the code that it names is imported only with `trust`; `recipe` is the
+    caller's copy of a recipe that is not ours.
     """
     path = path / "run.json" if path.is_dir() else path
     try:
@@ -94,7 +94,7 @@ def read_config(path: Path, trust: bool = False, recipe: bool = False) -> dict[s
     return _options_of_run(config, path, trust, recipe) if {"format", "setup", "recipe"} <= config.keys() else config
 
 
-def _options_of_run(meta: Mapping[str, Any], path: Path, trust: bool, recipe: bool) -> dict[str, Any]:
+def _options_of_run(meta: Mapping[str, Any], path: Path, trust: bool, recipe: str | None) -> dict[str, Any]:
     """The options of `sparring train` with which a run was trained."""
     from sparring.cli.inputs import COLUMNS, recorded
     from sparring.models import finding as models
@@ -108,12 +108,15 @@ def _options_of_run(meta: Mapping[str, Any], path: Path, trust: bool, recipe: bo
     if "parts" in meta:
         raise UserError(f"{path} is of a fused run, which no single training makes: give the run.json of a source")
     setup = parse_setup(meta["setup"])
-    named = {"recipe": (meta["recipe"], is_ours), "model": (setup.model.name, models.is_ours)}
-    for kind, (name, ours) in named.items():
-        if not (ours(name) or trust or (kind == "recipe" and recipe)):
+    found = meta["recipe"] if trust or is_ours(meta["recipe"]) else recipe
+    for kind, name, known in (
+        ("recipe", meta["recipe"], found is not None),
+        ("model", setup.model.name, trust or models.is_ours(setup.model.name)),
+    ):
+        if not known:
             raise UserError(f"{path} names the {kind} {name}, which is not part of Sparring: add --trust to import it")
-    options: dict[str, Any] = {"recipe": meta["recipe"]}
-    options[SETTINGS] = given(find(meta["recipe"]), setup, meta.get("arguments", {}))
+    options: dict[str, Any] = {"recipe": found}
+    options[SETTINGS] = given(find(str(found)), setup, meta.get("arguments", {}))
     if meta.get("source"):
         source = recorded(meta, path.parent)
         options |= {"data": source["data"], "k": source["k"]}
@@ -133,7 +136,8 @@ def _words(config: Mapping[str, Any], given: Mapping[str, Any], parser: Parser, 
     for key, value in config.items():
         action = keys.get(key.replace("-", "_"))
         if action is None:
-            raise UserError(f"{path}: unknown key {key!r}{did_you_mean(key, keys)}; {parser.prog} --config-schema")
+            hint = did_you_mean(key, keys)
+            raise UserError(f"{path}: unknown key {key!r}{hint}; `{parser.prog} --config-schema` lists them")
         if action.dest == SETTINGS:
             yield from _set(value, settings, path)
         elif action.dest not in given and action.dest not in settings:

@@ -20,6 +20,7 @@ from sparring.data.splits import split
 from sparring.data.table import AnyTable
 from sparring.evaluation.ranking import Evaluation
 from sparring.experiments.auto import auto
+from sparring.models import finding as models
 from sparring.models.named import Model
 from sparring.recipes import finding
 from sparring.recipes.finding import Recipe
@@ -288,7 +289,10 @@ class Recommender:
             function = recipe or (meta["recipe"] if trust or finding.is_ours(meta["recipe"]) else None)
             if function is None:
                 raise UserError(f"{folder} was trained by the recipe {meta['recipe']}: pass recipe=... or trust=True")
-            settings = given(finding.find(function), parse_setup(meta["setup"]), meta.get("arguments", {}))
+            setup = parse_setup(meta["setup"])
+            if model is not None:
+                setup = setup.replaced(model_name=models.passed(model))
+            settings = given(finding.find(function), setup, meta.get("arguments", {}))
             named = {name.replace(".", "__"): value for name, value in settings.items()}
             made = cls(function, **({**named, "model": model} if model is not None else named))
         made._keep(trained, None)

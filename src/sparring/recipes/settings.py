@@ -186,9 +186,12 @@ def given(recipe: Callable[..., Run], setup: Setup, arguments: Mapping[str, Any]
 
     given(recipes.xir, run.setup, run.arguments)  -> {"dim": 64, "lam": 0.2}
     """
+    if setup.model.name == OWN:  # the recipe builds it
+        model = own_setup(recipe).model
+        setup = setup.replaced(model_name=model.name, model_options=resolve(recipe, {})[0].model.options)
     values, solved = setup.flat(), is_solved(recipe)
     settings: dict[str, Any] = {}
-    if not solved and setup.model.name not in (OWN, ModelSettings().name):
+    if not solved and setup.model.name != ModelSettings().name:
         settings["model"] = setup.model.name
     if setup.text.encoder is not None:
         settings["encoder"] = setup.text.encoder
