@@ -225,4 +225,4 @@ def _size(count: int) -> str:
 def _short(path: Path) -> str:
     """A path without the name of the user."""
     home = Path.home()
-    return f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) else str(path)
+    return (Path("~") / path.relative_to(home)).as_posix() if path.is_relative_to(home) else str(path)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout, has_fcntl
 
 from sparring.core.errors import UserError, first_line
 
@@ -38,8 +38,8 @@ class Lock:
             self._lock.acquire(timeout=_WAIT, poll_interval=_WAIT / 4)
         except Timeout as error:
             raise HeldError(owner(path)) from error
-        if not isinstance(self._lock, SoftFileLock):  # that one has written the process and the host itself
-            with suppress(OSError):  # on Windows nobody reads or writes a locked file
+        if has_fcntl:  # Windows lets nobody read a locked file, and a lock without the system has written this itself
+            with suppress(OSError):
                 path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
 
     def release(self) -> None:

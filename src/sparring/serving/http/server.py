@@ -25,7 +25,7 @@ from sparring.training.folder import is_held
 try:
     from uvloop import new_event_loop
 except ImportError:  # it does not exist for Windows
-    from asyncio import new_event_loop
+    from asyncio import new_event_loop  # type: ignore[assignment]
 
 _STOP_SECONDS = 30.0  # the longest time to finish requests after a signal
 _BACKLOG = 2048
