@@ -47,16 +47,18 @@ def get_data(args: Namespace) -> int:
 def show_data(args: Namespace) -> int:
     from sparring.data.reading import describe, describe_roles
     from sparring.data.reading import show as first_rows
+    from sparring.data.remote import is_remote
 
     given, path = inputs.columns(args), Path(args.data)
+    place = args.data if is_remote(args.data) else path if path.exists() else None
     try:
         data = inputs.read_data(args.data, given)
     except UserError as error:
-        if given or not path.is_file():
+        if given or not (path.is_file() or is_remote(args.data)):
             raise
         show(first_rows(args.data).rpartition("\n")[0])  # the last line says that it holds no interactions
         table = ", though --items or --queries may take it" if error.argument in ("query", "item") else ""
         note(f"this does not read as interactions{table}: {inputs.message(error)}")
         return 0
-    show(*(describe_roles(path, given) if path.exists() else []), describe(data))
+    show(*([] if place is None else describe_roles(place, given)), describe(data))
     return 0

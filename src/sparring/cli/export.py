@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparring.cli.parsing import Commands, add_novelty, add_quiet, add_run, add_unfinished, count, names
+from sparring.cli.parsing import Commands, add_novelty, add_quiet, add_run, add_unfinished, count, names, place
 from sparring.cli.screen import console, note, note_towers, progress, show
 from sparring.core.choices import FEEDS, STORES
 from sparring.core.errors import UserError
@@ -33,7 +33,7 @@ def add_export(commands: Commands) -> None:
     kinds = tuple(dict.fromkeys(("parquet", "onnx", *STORES, *FEEDS)))
     parser.add_argument("--to", choices=kinds, required=True, help=text)
     text = "folder of the files (default: RUN/parquet, RUN/onnx, ...)"
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument("--out", type=place, metavar="FOLDER", help=text)
     text = "parquet of ease and item_knn: neighbours written of each item, the strongest (default: 200)"
     parser.add_argument("--neighbours", type=count, metavar="M", help=text)
     add_novelty(parser)
@@ -85,10 +85,13 @@ def _files(args: Namespace, trained: Trained) -> int:
     from sparring.serving.export.vectors import NEIGHBOURS, write_parquet
 
     folder, onnx = args.out or args.run / args.to, args.to == "onnx"
+    if isinstance(folder, str):
+        return _remote(args, trained, folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give a folder for the exported files")
     with writing(folder, folder / LOCK):
         omitted: list[str] = []
+        paths: Sequence[Path | str]
         if onnx:
             paths, omitted = write_onnx(trained, folder)
         elif args.to == "parquet":
@@ -96,9 +99,18 @@ def _files(args: Namespace, trained: Trained) -> int:
         else:
             paths = _feed(args, trained, folder)
         if folder.resolve().is_relative_to(args.run.resolve()):
-            add_files(args.run, *(str(path.resolve().relative_to(args.run.resolve())) for path in paths))
+            add_files(args.run, *(str(Path(path).resolve().relative_to(args.run.resolve())) for path in paths))
     checked = "; checked against the model" if onnx else ""
-    show(*omitted, f"{folder}: {', '.join(str(path.relative_to(folder)) for path in paths)}{checked}")
+    show(*omitted, f"{folder}: {', '.join(str(Path(path).relative_to(folder)) for path in paths)}{checked}")
+    return 0
+
+
+def _remote(args: Namespace, trained: Trained, place: str) -> int:
+    from sparring.serving.export.vectors import NEIGHBOURS, write_parquet
+
+    if args.to != "parquet":
+        raise UserError(f"--to {args.to} writes to a folder of this machine, not to {place}")
+    show(*map(str, write_parquet(trained, place, args.neighbours or NEIGHBOURS)))
     return 0
 
 

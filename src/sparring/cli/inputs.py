@@ -31,7 +31,10 @@ COLUMNS = {
     "label": "1 for a positive, 0 for an item that was shown and not taken",
     "split": "train, valid or test",
 }
-DATA = "a file, a folder of Parquet parts, the name of a data set, or world:QUERIESxITEMS for synthetic data"
+DATA = (
+    "a file, a folder of Parquet parts, an address such as s3://BUCKET/FILE.parquet, the name of a data set, "
+    "or world:QUERIESxITEMS for synthetic data"
+)
 TEXTS_READ = "no test query is in the training part, so the texts are encoded (--set encoder=auto)"
 
 
@@ -53,8 +56,8 @@ def add_several(parser: ArgumentParser, required: bool = True) -> None:
 def add_columns(parser: ArgumentParser) -> None:
     """The options that `columns` reads."""
     group = parser.add_argument_group("columns (recognised by common names unless given)")
-    group.add_argument("--items", type=Path, metavar="FILE", help="table of items: an id, a title, a category, ...")
-    group.add_argument("--queries", type=Path, metavar="FILE", help="table of queries")
+    group.add_argument("--items", metavar="FILE", help="table of items: an id, a title, a category, ...")
+    group.add_argument("--queries", metavar="FILE", help="table of queries")
     text = "items that exist: those of the interactions, or all of the items table (default: interactions)"
     group.add_argument("--catalogue", choices=("interactions", "all"), default="interactions", help=text)
     for name, text in COLUMNS.items():
@@ -91,13 +94,15 @@ def add_modalities(parser: ArgumentParser) -> None:
 
 def columns(args: Namespace) -> dict[str, Any]:
     """The reader's arguments that were given on the command line."""
+    from sparring.data.remote import is_remote
+
     given: dict[str, Any] = {name: getattr(args, f"{name}_column") for name in COLUMNS}
     given["min_rating"] = args.min_rating
     given["catalogue"] = True if args.catalogue == "all" else None
     given["repeats"] = "keep" if args.repeats == "keep" else None
     for name in ("items", "queries"):
         path = getattr(args, name)
-        given[name] = None if path is None else str(path.resolve())
+        given[name] = path if path is None or is_remote(path) else str(Path(path).resolve())
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -126,9 +131,11 @@ def split_arguments(args: Namespace, seed: int) -> dict[str, Any]:
 def read_data(where: str, given: Mapping[str, Any]) -> Interactions:
     """The interactions of a file or folder, or of a data set by name if there is no such file."""
     from sparring.data.reading import read
+    from sparring.data.remote import check_scheme, is_remote
 
-    if Path(where).exists():
+    if is_remote(where) or Path(where).exists():
         return read(where, **given)
+    check_scheme(where)
     synthetic = world(where)
     if synthetic is not None:
         return replace(synthetic.interactions, repeats="repeats" in given)
@@ -205,8 +212,12 @@ def read_recorded(meta: Mapping[str, Any], folder: Path, where: str | None, give
     """The data of a run, read as in its training; or other data, if `where` is another place."""
     if where is not None and _place(where) != (meta.get("source") or {}).get("data"):
         return read_data(where, given)
+    from sparring.data.remote import is_remote
+
     record = recorded(meta, folder)
-    if "/" in record["data"] and not Path(record["data"]).exists():
+    if where is None and is_remote(record["data"]):  # a folder from a stranger must not choose what is read
+        raise UserError(f"the data of {folder} is at {record['data']}: give --data to read it from there")
+    if not is_remote(record["data"]) and "/" in record["data"] and not Path(record["data"]).exists():
         raise UserError(f"the data of {folder} is no longer at {record['data']}: give --data")
     return read_data(record["data"], {**record["columns"], **given})
 

@@ -79,6 +79,11 @@ def command_line(args: argparse.Namespace) -> str:
     return shlex.join(["sparring", *args.words])
 
 
+def place(word: str) -> Path | str:
+    """The type of an argument that is a path or an address, such as s3://BUCKET/FILE.parquet."""
+    return word if "://" in word else Path(word)
+
+
 class HubRun(str):
     """The address of a run on the hub; `pull_runs` puts the folder of its copy in its place."""
 

@@ -6,10 +6,9 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparring.cli.parsing import Commands, add_novelty, add_ranking, add_run, add_unfinished, count
+from sparring.cli.parsing import Commands, add_novelty, add_ranking, add_run, add_unfinished, count, place
 from sparring.cli.screen import console, note, note_towers, progress, result, table
 from sparring.core.errors import UserError
 
@@ -39,7 +38,7 @@ def add_recommend(commands: Commands) -> None:
     group.add_argument("--all", action="store_true", help="every query of the run, to the file --out")
     group = parser.add_argument_group("lists")
     text = "with --all: a .parquet or .csv file"
-    group.add_argument("--out", type=Path, metavar="FILE", help=text)
+    group.add_argument("--out", type=place, metavar="FILE", help=text)
     text = "with --all: search the index that `sparring index` built instead of ranking exactly"
     group.add_argument("--index", action="store_true", help=text)
     text = "number of items (default: 10; with --all 100)"

@@ -13,6 +13,7 @@ import polars as pl
 from sparring.core.errors import UserError
 from sparring.data.columns import Columns, find_column, inline_text_columns
 from sparring.data.lines import check_utf8
+from sparring.data.remote import copied, place_of, read_remote, scan_remote
 from sparring.data.table import OpenTable, file_states, read_errors, unchanged
 
 _PARQUET = (".parquet", ".pq")
@@ -21,18 +22,23 @@ _PARTS = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
 
 
 def open_table(
-    source: Path | pl.LazyFrame,
+    source: Path | str | pl.LazyFrame,
     columns: Columns,
     items: str | os.PathLike[str] | pl.DataFrame | None = None,
     queries: str | os.PathLike[str] | pl.DataFrame | None = None,
     inline: bool = True,
 ) -> OpenTable:
-    """The rows of a file, folder or frame, unread, with their tables of items and queries.
+    """The rows of a file, folder, address or frame, unread, with their tables of items and queries.
 
-    A table is the given one, otherwise the one beside the rows, otherwise, with `inline`, the texts in the rows.
+    The columns in use are copied from an address (remote.py). A table of items or queries is the given one, otherwise
+    the one beside the rows, otherwise, with `inline`, the texts in the rows.
     """
-    opened = open_rows(source) if isinstance(source, Path) else OpenTable(source, {})
+    opened = OpenTable(source, {}) if isinstance(source, pl.LazyFrame) else open_rows(source)
     opened = replace(opened, columns=columns)
+    if isinstance(source, str):
+        with read_errors(source):
+            texts = [name for role in ("item", "query") for name in inline_texts(opened, role)[1]]
+        opened = copied(opened, list(dict.fromkeys([*opened.roles().values(), *texts])))
     with read_errors(opened.source):
         tables: dict[str, pl.DataFrame | None] = {}
         for role, given, beside in (("item", items, opened.items), ("query", queries, opened.queries)):
@@ -62,9 +68,11 @@ def inline_texts(table: OpenTable, role: str) -> tuple[str, list[str]]:
     return key, [name for name in inline_text_columns(role, names) if name != key and schema[name] == pl.String]
 
 
-def open_rows(path: Path) -> OpenTable:
-    """The rows of a file, a folder or a glob, unread, and the tables beside them."""
+def open_rows(path: Path | str) -> OpenTable:
+    """The rows of a file, a folder, a glob or an address, unread, and the tables beside them."""
     with read_errors(str(path)):
+        if isinstance(path, str):
+            return scan_remote(path)
         opened = _open(path)
         return replace(opened, source=str(path), opened=file_states(opened.files))
 
@@ -194,7 +202,9 @@ def _table(table: str | os.PathLike[str] | pl.DataFrame, role: str, key: str | N
     """An items or queries table from a frame or a file; ids of a text file stay text."""
     if isinstance(table, pl.DataFrame):
         return table
-    path = Path(table)
+    path = place_of(table)
+    if isinstance(path, str):
+        return read_remote(path, key)
     if not path.is_file():
         raise UserError(f"no such {role} table: {path}")
     with unchanged(file_states([path])), read_errors(str(path)):

@@ -21,6 +21,7 @@ from sparring.data.interactions import Interactions
 from sparring.data.opening import open_rows, open_table
 from sparring.data.pairs import occurrences, repeated, undated
 from sparring.data.prepared.format import is_prepared, read_prepared
+from sparring.data.remote import place_of
 from sparring.data.table import AnyTable, as_frame, read_errors, to_interactions
 from sparring.data.texts.texts import ROLES, find_texts, has_texts, text_of
 
@@ -43,7 +44,8 @@ def read(
     folder or a glob of Parquet parts; a folder with `interactions.parquet` (or .csv) and perhaps `items.*` and
     `queries.*`; RecBole's `.inter` file or its folder (with `.item` and `.user`, or in `.train.inter`, `.valid.inter`,
     `.test.inter` parts); LightGCN's folder of `train.txt` and `test.txt`; BEIR's folder (see `read_beir`); a folder of
-    the extreme-classification repository (see `read_xc`); or a folder that `sparring prepare` wrote.
+    the extreme-classification repository (see `read_xc`); or a folder that `sparring prepare` wrote. An
+    address (s3://, gs://, az://, hf://, delta:, iceberg:) is read as remote.py says.
 
     The columns `query`, `item`, `time`, `weight`, `rating`, `split` and `label` are guessed from common names. A name
     sets one, and "" or "none" leaves an optional one out. Rows with a null id are dropped. With `min_rating`, so are
@@ -61,7 +63,7 @@ def read(
         read("ratings.csv", min_rating=4, items="movies.csv");  read(frame, query="customer", item="sku")
     """
     queries = either("queries", queries, users)
-    rows = Path(source) if isinstance(source, (str, os.PathLike)) else as_frame(source)
+    rows = place_of(source) if isinstance(source, (str, os.PathLike)) else as_frame(source)
     if isinstance(rows, Path) and (layout := _layout(rows)) is not None:
         arguments = {**columns, "items": items, "queries": queries, "catalogue": catalogue or None}
         keeps_repeats(columns)
@@ -74,10 +76,10 @@ def read(
 
 def show(path: str | os.PathLike[str], rows: int = 5) -> str:
     """A summary of a file or folder: its columns with types, its first rows, and its size if it holds interactions."""
-    path = Path(path)
-    layout = _layout(path)
+    path = place_of(path)
+    layout = None if isinstance(path, str) else _layout(path)
     if layout is not None:
-        return f"{path}\n{describe(layout(path))}"
+        return f"{path}\n{describe(layout(Path(path)))}"
     with read_errors(str(path)):
         head = open_rows(path).frame.head(rows).collect()
     lines = [str(path), "columns: " + ", ".join(f"{name} ({kind})" for name, kind in head.schema.items()), _grid(head)]
@@ -88,9 +90,9 @@ def show(path: str | os.PathLike[str], rows: int = 5) -> str:
     return "\n".join(lines)
 
 
-def describe_roles(path: Path, columns: Mapping[str, Any]) -> list[str]:
+def describe_roles(path: Path | str, columns: Mapping[str, Any]) -> list[str]:
     """The role of each column when `read` gets these arguments, and a line on ratings that would be ignored."""
-    if _layout(path) is not None:
+    if isinstance(path, Path) and _layout(path) is not None:
         return []
     given = cast(Columns, {name: value for name, value in columns.items() if name in Columns.__annotations__})
     table = replace(open_rows(path), columns=given)

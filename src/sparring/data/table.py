@@ -65,6 +65,7 @@ class OpenTable:
     files: tuple[Path, ...] = ()  # Parquet parts, or text files where `text` is set; empty for a frame
     opened: Mapping[Path, FileState] = field(default_factory=dict)  # the state of each file when it was opened
     catalogue: bool = False  # items that only the items table has are kept too
+    holder: object = None  # deletes the files when the table goes, if they are copies
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", by_role(self.columns))

@@ -26,6 +26,7 @@ from sparring.data.interactions import Ids
 from sparring.data.opening import open_table
 from sparring.data.prepared.format import Prepared, is_prepared, read_prepared, write_description
 from sparring.data.prepared.row_buckets import StageProgress, merge, write_parts
+from sparring.data.remote import place_of
 from sparring.data.splits import check_split
 from sparring.data.table import align_table, id_notes, unchanged
 
@@ -52,19 +53,19 @@ def prepare(
     """Interactions of a file, a folder of Parquet parts or a glob, split, as a folder that training reads from disk.
 
     Columns are found and rows cleaned as in `read`, with the same arguments; `how`, `valid`, `test` and `seed` are
-    those of `split`, and give the same parts. The engine "spark" reads Parquet on a cluster (the active session, or a
-    local one) and writes identical files. `out` appears complete at the end: work happens in a folder beside it, which
-    is deleted after an error.
+    those of `split`, and give the same parts. An address is copied first (remote.py). The engine "spark" reads Parquet
+    on a cluster (the active session, or a local one) and writes identical files. `out` appears complete at the end:
+    work happens in a folder beside it, which is deleted after an error.
 
         prepare("parts/", "prepared", how="leave-last-out");   fit(run, split(read("prepared")), "runs/a")
     """
-    path, out, report = Path(path), Path(out), progress or (lambda stage, done, total: None)
+    path, out, report = place_of(path), Path(out), progress or (lambda stage, done, total: None)
     if engine not in ("polars", "spark"):
         raise UserError(f"no engine called {engine!r}; choose from polars, spark")
     if keeps_repeats(columns):
         raise UserError("prepared data has each pair once: to keep repeats, train on the file itself")
     _check_out(out, overwrite)
-    if path.is_dir() and (is_prepared(path) or is_xc(path) or is_beir(path)):
+    if isinstance(path, Path) and path.is_dir() and (is_prepared(path) or is_xc(path) or is_beir(path)):
         raise UserError(f"{path} needs no preparation: train on it directly")
     queries = either("queries", queries, users)
     table = replace(open_table(path, columns, items, queries, inline=engine == "polars"), catalogue=catalogue)

@@ -15,6 +15,7 @@ from polars.io.plugins import register_io_source
 from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.core.locks import writing
+from sparring.data.remote import place_of, write_errors
 from sparring.serving.index.searchable import Searchable
 from sparring.training.trained import How, Trained
 
@@ -23,7 +24,7 @@ _BLOCK = 4096  # queries per block and row group
 
 def write_lists(
     trained: Trained,
-    path: Path,
+    path: Path | str,
     k: int = 100,
     with_seen: bool | None = None,
     index: Searchable | None = None,
@@ -34,7 +35,8 @@ def write_lists(
 
     Exact, or with an index, which uses the towers alone; `how` is the ranking of `Trained.recommend`. Queries are
     ranked and written in blocks, so memory does not grow with their number. The file is written atomically, as CSV or
-    Parquet according to its suffix. `progress(done, total)` counts queries.
+    Parquet according to its suffix; it may be at an address, such as s3://BUCKET/lists.parquet. `progress(done, total)`
+    counts queries.
 
         write_lists(load("runs/first"), Path("lists.parquet"), k=100)
     """
@@ -77,22 +79,26 @@ def write_lists(
             yield lists
 
     schema = {"query": queries.dtype, "rank": pl.Int32, "item": items.dtype, "score": pl.Float32}
-    csv = path.suffix.lower() == ".csv"
+    csv = str(path).lower().endswith(".csv")
+    if isinstance(path, str):
+        with write_errors(path):
+            _stream(tables, schema, str(place_of(path)), csv, block * k)
+        return total
     with writing(path):
         files.write(path, lambda file: _stream(tables, schema, file, csv, block * k))
     return total
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path | str) -> None:
     """Raise UserError unless lists can be written to this file."""
-    if path.is_dir():
+    if isinstance(path, Path) and path.is_dir():
         raise UserError(f"{path} is a folder: give the name of a file, such as {path / 'lists.parquet'}")
-    if path.suffix.lower() not in (".parquet", ".csv"):
+    if not str(path).lower().endswith((".parquet", ".csv")):
         raise UserError(f"{path} has no known format: use a name that ends in .parquet or .csv")
 
 
 def _stream(
-    tables: Callable[[], Iterator[pl.DataFrame]], schema: Mapping[str, object], path: Path, csv: bool, group: int
+    tables: Callable[[], Iterator[pl.DataFrame]], schema: Mapping[str, object], path: Path | str, csv: bool, group: int
 ) -> None:
     """Stream tables into one file, with only a few of them in memory.
 

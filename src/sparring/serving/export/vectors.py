@@ -9,6 +9,7 @@ import polars as pl
 
 from sparring.core.errors import UserError
 from sparring.core.files import write_json, write_table
+from sparring.data.remote import place_of, write_remote
 from sparring.models.item_to_item import largest_weights
 from sparring.serving.export.rows import item_rows, query_rows
 from sparring.training.sources import Sources
@@ -17,7 +18,7 @@ from sparring.training.trained import Trained
 NEIGHBOURS = 200  # of each item
 
 
-def write_parquet(trained: Trained, folder: Path, neighbours: int = NEIGHBOURS) -> list[Path]:
+def write_parquet(trained: Trained, folder: Path | str, neighbours: int = NEIGHBOURS) -> list[Path | str]:
     """Write a run as Parquet: vectors, or neighbours, or for a fused run the files of each source and fusion.json.
 
     fusion.json has the way the sources' lists are fused (`Sources`), their depth, and the weight of each source; its
@@ -29,7 +30,11 @@ def write_parquet(trained: Trained, folder: Path, neighbours: int = NEIGHBOURS) 
         return write_neighbours(trained, folder, neighbours)
     if not isinstance(trained.model, Sources):
         return write_vectors(trained, folder)
-    paths, model = [], trained.model
+    if isinstance(folder, str):
+        raise UserError(
+            f"{trained.name} is fused of several runs: write it to a folder of this machine, not to {folder}"
+        )
+    paths, model = list[Path | str](), trained.model
     for source in model.sources:
         one = Trained(source.model, trained.ids, source.eligibility, trained.meta, source.folder)
         paths += write_parquet(one, folder / source.name, neighbours)
@@ -39,22 +44,31 @@ def write_parquet(trained: Trained, folder: Path, neighbours: int = NEIGHBOURS) 
     return [*paths, folder / "fusion.json"]
 
 
-def write_vectors(trained: Trained, folder: Path) -> list[Path]:
+def write_vectors(trained: Trained, folder: Path | str) -> list[Path | str]:
     """Write items.parquet and queries.parquet: original id, vector (an array of D float32), and all columns (rows.py).
 
-    The vectors are scaled: the score of an item is the inner product. Items that lists leave out are left out.
+    `folder` may be an address, such as s3://BUCKET/FOLDER. The score of an item is the inner product. Items that lists
+    leave out are left out.
 
         write_vectors(load("runs/first"), Path("vectors"))
     """
-    if folder.exists() and not folder.is_dir():
+    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give a folder for the vectors")
     sides = {"items": item_rows(trained), "queries": query_rows(trained)}
-    for name, rows in sides.items():
-        write_table(rows.part(0, len(rows)), folder / f"{name}.parquet")
-    return [folder / f"{name}.parquet" for name in sides]
+    return [_save(rows.part(0, len(rows)), folder, f"{name}.parquet") for name, rows in sides.items()]
 
 
-def write_neighbours(trained: Trained, folder: Path, neighbours: int = NEIGHBOURS) -> list[Path]:
+def _save(table: pl.DataFrame, folder: Path | str, name: str) -> Path | str:
+    """Write a table into a folder or below an address; its place."""
+    if isinstance(folder, Path):
+        write_table(table, folder / name)
+        return folder / name
+    place = place_of(f"{folder.rstrip('/')}/{name}")
+    write_remote(table, str(place))
+    return place
+
+
+def write_neighbours(trained: Trained, folder: Path | str, neighbours: int = NEIGHBOURS) -> list[Path | str]:
     """Write neighbours.parquet of an item-item matrix: item, neighbour, score; the strongest of each item first.
 
     The score of an item for a query is the sum over the query's items of their scores for it.
@@ -72,6 +86,4 @@ def write_neighbours(trained: Trained, folder: Path, neighbours: int = NEIGHBOUR
         "neighbour": ids.gather(items.numpy()[rows, columns]),
         "score": weight.numpy()[rows, columns],
     }
-    path = folder / "neighbours.parquet"
-    write_table(pl.DataFrame(table), path)
-    return [path]
+    return [_save(pl.DataFrame(table), folder, "neighbours.parquet")]
