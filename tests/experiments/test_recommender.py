@@ -181,3 +181,24 @@ def test_the_test_part_is_measured(pairs: pl.DataFrame) -> None:
     assert made.test_.metrics == given.test_.metrics
     with pytest.raises(UserError, match="min_rating is for tables"):
         given.fit(parts, min_rating=3)
+
+
+def test_a_recipe_of_ones_own(pairs: pl.DataFrame, tmp_path: Path) -> None:
+    """A recipe in a file trains; its folder does not import it again unless the caller trusts it or names it."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from sparring import Run, Setup, Term, compose\n"
+        "from sparring.data import Interactions\n"
+        "from sparring.negatives import InBatch\n"
+        "def mine(data: Interactions, setup: Setup = Setup.of(dim=4, epochs=1), *, weight: float = 1.0) -> Run:\n"
+        "    return compose(data, setup, Term(weight, InBatch()))\n"
+    )
+    made = Recommender(f"{file}:mine", weight=0.5, device="cpu").fit(pairs, out=tmp_path / "run")
+    with pytest.raises(UserError, match="trust"):
+        Recommender.load(tmp_path / "run")
+    for again in (
+        Recommender.load(tmp_path / "run", recipe=f"{file}:mine"),
+        Recommender.load(tmp_path / "run", trust=True),
+    ):
+        assert again.get_params()["weight"] == 0.5
+        assert again.recommend(["u01"], k=3).equals(made.recommend(["u01"], k=3))
