@@ -120,10 +120,6 @@ class _Blocks:
             edges = torch.tensor([*self.starts, n], device=q.device)
             self.bounds = torch.searchsorted(places[0], edges).tolist() if len(self.starts) > 1 else [0, len(places[0])]
 
-    def scaled(self, emb: Tensor) -> Tensor:
-        """The candidates times the scales folded out of the exponentials."""
-        return emb if self.column_scale is None else emb * self.column_scale.unsqueeze(1)
-
     def bounds_of(self, b: int) -> tuple[int, int]:
         """The first query of block b, and the one after its last."""
         return self.starts[b], min(self.starts[b] + self.rows, len(self.q))
@@ -214,8 +210,6 @@ class _WeightedLogSumExp(torch.autograd.Function):
         halved = keep and blocks.kernel is not None and _half.get() and multiplies_bfloat16()
         kept = _spare.take(q.new_empty(0, dtype=torch.bfloat16) if halved else q, n, c) if keep else None
         room = q.new_empty(blocks.rows, c) if kept is None or halved else None
-        ctx.by_query = q.new_empty(q.shape, dtype=torch.bfloat16) if halved else None
-        multiplied = blocks.scaled(emb).bfloat16() if halved else None
         total, result = q.new_empty(n), q.new_empty(n)
         counted = q.new_zeros(c) if draw_counts is not None and draws is not None else None
         for b, low in enumerate(blocks.starts):
@@ -223,8 +217,6 @@ class _WeightedLogSumExp(torch.autograd.Function):
             place = room[: high - low] if room is not None else kept[low:high]  # type: ignore[index]
             if blocks.kernel is not None:
                 blocks.native(b, blocks.products(b, place), counted, total, result, kept if halved else None)
-                if multiplied is not None and kept is not None:  # while the block is in the cache
-                    torch.mm(kept[low:high], multiplied, out=ctx.by_query[low:high])
                 continue
             scores, top = blocks.block(b, place)
             part = scores.exp2_()
@@ -254,15 +246,15 @@ class _WeightedLogSumExp(torch.autograd.Function):
         blocks, total = ctx.blocks, ctx.total
         scale = torch.where(total > 0, grad / total, torch.zeros_like(total)).unsqueeze(1)
         scaled_q = q * scale
-        if ctx.by_query is not None and ctx.kept is not None:
-            by_query = ctx.by_query.float().mul_(scale)
+        scaled_emb = emb if blocks.column_scale is None else emb * blocks.column_scale.unsqueeze(1)
+        if ctx.kept is not None and ctx.kept.dtype == torch.bfloat16:
+            by_query = (ctx.kept @ scaled_emb.bfloat16()).float().mul_(scale)
             by_candidate = (scaled_q.T.bfloat16() @ ctx.kept).float()
             if blocks.column_scale is not None:
                 by_candidate.mul_(blocks.column_scale)
             _spare.give(ctx.kept)
             ctx.kept = None
             return by_query, by_candidate.T.contiguous(), None, None, None, None
-        scaled_emb = blocks.scaled(emb)
         grad_q, columns = (
             torch.empty_like(q),
             q.new_zeros(q.shape[1], len(emb)),
