@@ -103,7 +103,7 @@ def errors(b: int, c: int, d: int) -> list[str]:
     found = []
     for kind in ("exact", "float32", "half"):
         precise = torch.float64 if kind == "exact" else torch.float32
-        x, y = (t.to(precise).requires_grad_() for t in (q, emb))
+        x, y = (t.to(precise, copy=True).requires_grad_() for t in (q, emb))
         kernel = reference.weighted_logsumexp if kind == "exact" else chunked.weighted_logsumexp
         with chunked.half_gradients(kind == "half"):
             value = kernel(x, y, log_w.to(precise))
