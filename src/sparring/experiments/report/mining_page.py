@@ -55,8 +55,9 @@ def _summary(mined: Mined, mining: Mining) -> Section:
 
 def _examples(mined: Mined, mining: Mining) -> Section:
     intro = Paragraph(
-        "Those with the most dropped texts come first. Read some before you train: a dropped text should answer the query, a mined one should not. If mined "
-        "texts do answer, lower the bound or raise --from; if dropped ones do not, raise it."
+        "Those with the most dropped texts come first. Read some before you train: a dropped text should answer the "
+        "query, a mined one should not. If mined texts do answer, lower the bound or raise --from; if dropped ones do "
+        "not, raise it."
     )
     tell = sorted(mined.examples, key=lambda example: -sum(bool(listed["why"]) for listed in example["candidates"]))
     return Section("Examples", (intro, *(_example(example) for example in tell)))
