@@ -493,7 +493,7 @@ def _labeled_list(rows: _Rows) -> pl.DataFrame:
             found["scores"].append([float(rows.own[at]), *rows.values[at][kept].tolist()])
         else:
             found["labels"].append([1, *[0] * int(kept.sum())])
-    kinds = {"anchor": pl.String, "positive": pl.List(pl.String)}
+    kinds: dict[str, Any] = {"anchor": pl.String, "positive": pl.List(pl.String)}
     kinds |= {"scores": pl.List(pl.Float64)} if rows.mining.scores else {"labels": pl.List(pl.Int64)}
     return pl.DataFrame(found, schema=kinds)
 
@@ -600,7 +600,8 @@ def _examples(
         if query not in shown or query in done:
             continue
         done.add(query)
-        taken, listed, spare = set(chosen[row].tolist()), [], 0
+        taken, spare = set(chosen[row].tolist()), 0
+        listed: list[dict[str, Any]] = []
         for place in range(ids.shape[1]):
             item = int(ids[row, place])
             why = [name for name, mask in reached.items() if bool(mask[row, place])]

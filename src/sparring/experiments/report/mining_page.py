@@ -37,7 +37,7 @@ def summary(mined: Mined, mining: Mining) -> Table:
         rows.append({"what": "dropped in all", "count": dropped, "share": dropped / offered})
     if mined.unknown:
         rows.append({"what": "kept without a score", "count": mined.unknown, "share": mined.unknown / offered})
-    short = {"what": f"pairs with fewer than {mining.n}", "count": mined.short, "share": mined.short / mined.pairs}
+    short: Row = {"what": f"pairs with fewer than {mining.n}", "count": mined.short, "share": mined.short / mined.pairs}
     rows += [short, {"what": "rows written", "count": mined.rows, "share": None}]
     columns = (*text_columns("what"), Column("count", "{count:,}"), Column("share", "{share:.1%}"))
     return Table(columns, rows)
