@@ -131,6 +131,7 @@ def mine(
     pairs = np.flatnonzero(data.split == TRAIN) if data.split is not None else np.arange(len(data))
     if not len(pairs):
         raise UserError("the data has no training pair: there is nothing to mine negatives for")
+    pairs = pairs[np.argsort(data.queries[pairs], kind="stable")]
     queries = np.unique(data.queries[pairs])
     made: dict[str, _Source] = {}
 
@@ -183,7 +184,8 @@ def _block(
     number: int,
 ) -> _Found:
     """The rows of one block of queries, and its facts for the report."""
-    rows = pairs[np.isin(data.queries[pairs], queries)]
+    of_pairs = data.queries[pairs]  # ascending
+    rows = pairs[np.searchsorted(of_pairs, queries[0]) : np.searchsorted(of_pairs, queries[-1], "right")]
     of, positive = torch.from_numpy(data.queries[rows]).long(), torch.from_numpy(data.items[rows]).long()
     candidates = _candidates(mining, sources, queries, known)
     ids = candidates[torch.from_numpy(np.searchsorted(queries, of.numpy()))]
@@ -335,8 +337,9 @@ class _Lexical:
     def scores(self, queries: Tensor, items: Tensor) -> Tensor:
         distinct, which = np.unique(queries.numpy(), return_inverse=True)
         found = torch.empty(len(queries))
-        for number, row in enumerate(self._rows(distinct)):
-            here = np.flatnonzero(which == number)
+        order = np.argsort(which, kind="stable")
+        places = np.split(order, np.cumsum(np.bincount(which))[:-1])
+        for here, row in zip(places, self._rows(distinct), strict=True):
             found[here] = torch.from_numpy(np.asarray(row, np.float32)[items.numpy()[here]])
         return found
 
@@ -490,7 +493,7 @@ def _labeled_list(rows: _Rows) -> pl.DataFrame:
             found["scores"].append([float(rows.own[at]), *rows.values[at][kept].tolist()])
         else:
             found["labels"].append([1, *[0] * int(kept.sum())])
-    kinds = {"anchor": pl.String, "positive": pl.List(pl.String)}
+    kinds: dict[str, Any] = {"anchor": pl.String, "positive": pl.List(pl.String)}
     kinds |= {"scores": pl.List(pl.Float64)} if rows.mining.scores else {"labels": pl.List(pl.Int64)}
     return pl.DataFrame(found, schema=kinds)
 
@@ -546,7 +549,7 @@ def _begin(out: Path, mining: Mining, data: Interactions, texts: dict[Role, pl.S
     if mining.last - mining.first > data.n_items and mining.first >= data.n_items:
         raise UserError(f"the range begins at {mining.first}, beyond the {data.n_items:,} items")
     arrays = [data.queries, data.items, *([] if data.split is None else [data.split])]
-    content = hash_of([*(array.tobytes() for array in arrays), *(json.dumps(texts[r].to_list()) for r in ROLES)])
+    content = hash_of([*(array.tobytes() for array in arrays), *(text for role in ROLES for text in texts[role])])
     wanted = json.loads(json.dumps({**asdict(mining), "data": content}))
     if (out / SETTINGS).is_file():
         found = files.read_json(out / SETTINGS)
@@ -597,7 +600,8 @@ def _examples(
         if query not in shown or query in done:
             continue
         done.add(query)
-        taken, listed, spare = set(chosen[row].tolist()), [], 0
+        taken, spare = set(chosen[row].tolist()), 0
+        listed: list[dict[str, Any]] = []
         for place in range(ids.shape[1]):
             item = int(ids[row, place])
             why = [name for name, mask in reached.items() if bool(mask[row, place])]

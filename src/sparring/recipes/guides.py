@@ -57,7 +57,8 @@ def open_guide(name: str, data: Interactions) -> Guide:
 def _table(path: Path, data: Interactions) -> Guide:
     if is_graph(path):
         return RelatedItems(*(torch.from_numpy(end) for end in read_graph(path, data)))
-    guide = TableScores(*(torch.from_numpy(column) for column in read_scores(path, data)))
+    listed, of, scores = read_scores(path, data)
+    guide = TableScores(torch.from_numpy(listed), torch.from_numpy(of), torch.from_numpy(scores))
     queries, items = data.pairs()
     unknown = guide.look_up(queries, items.unsqueeze(1)).isnan().flatten()
     if bool(unknown.any()):

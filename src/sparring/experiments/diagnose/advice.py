@@ -173,8 +173,8 @@ def tables(diagnoses: Sequence[Diagnosis]) -> dict[str, Table]:
         *(Column(stratum, f"{{{stratum}:.1%}}") for stratum in ("head", "mid", "tail")),
         Column("synthetic", "{synthetic:.1%}"),
     )
-    for title, name in (("false negatives", "false_negatives"), ("dropped", "dropped")):
-        if all(getattr(diagnosis.draws, name) is None for diagnosis in diagnoses):
+    for title, field in (("false negatives", "false_negatives"), ("dropped", "dropped")):
+        if all(getattr(diagnosis.draws, field) is None for diagnosis in diagnoses):
             negatives = tuple(column for column in negatives if column.title != title)
     steps = tuple(
         Column(f"{100 * i // BINS}-{100 * (i + 1) // BINS} %", f"{{hardness_{i + 1}:.1%}}") for i in range(BINS)

@@ -37,7 +37,7 @@ def summary(mined: Mined, mining: Mining) -> Table:
         rows.append({"what": "dropped in all", "count": dropped, "share": dropped / offered})
     if mined.unknown:
         rows.append({"what": "kept without a score", "count": mined.unknown, "share": mined.unknown / offered})
-    short = {"what": f"pairs with fewer than {mining.n}", "count": mined.short, "share": mined.short / mined.pairs}
+    short: Row = {"what": f"pairs with fewer than {mining.n}", "count": mined.short, "share": mined.short / mined.pairs}
     rows += [short, {"what": "rows written", "count": mined.rows, "share": None}]
     columns = (*text_columns("what"), Column("count", "{count:,}"), Column("share", "{share:.1%}"))
     return Table(columns, rows)
@@ -55,8 +55,9 @@ def _summary(mined: Mined, mining: Mining) -> Section:
 
 def _examples(mined: Mined, mining: Mining) -> Section:
     intro = Paragraph(
-        "Those with the most dropped texts come first. Read some before you train: a dropped text should answer the query, a mined one should not. If mined "
-        "texts do answer, lower the bound or raise --from; if dropped ones do not, raise it."
+        "Those with the most dropped texts come first. Read some before you train: a dropped text should answer the "
+        "query, a mined one should not. If mined texts do answer, lower the bound or raise --from; if dropped ones do "
+        "not, raise it."
     )
     tell = sorted(mined.examples, key=lambda example: -sum(bool(listed["why"]) for listed in example["candidates"]))
     return Section("Examples", (intro, *(_example(example) for example in tell)))
