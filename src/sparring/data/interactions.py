@@ -216,7 +216,8 @@ class Interactions:
         if rows.dtype == bool and rows.shape != self.queries.shape:
             raise UserError(f"the mask has {len(rows):,} rows, the interactions have {len(self):,}")
         names = ("queries", "items", "time", "weight", "split", "grade")
-        return replace(self, **{name: _take(getattr(self, name), rows) for name in names})
+        columns: dict[str, Any] = {name: _take(getattr(self, name), rows) for name in names}
+        return replace(self, **columns)
 
     def titles(self) -> np.ndarray | None:
         """(N,) object array of item titles (None where unknown), or None when the item table has none."""

@@ -306,13 +306,17 @@ def finish(folder: Path) -> None:
 def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool) -> None:
     """Write the files that rebuild the text towers; with `weights` the encoders also work outside this folder."""
     items = list(model.item.modules())
-    sides = {"item": items, "query": list(model.query.modules())}
-    prompts = {side: part.prompt for side, parts in sides.items() for part in parts if isinstance(part, TextTower)}
-    for side, parts in (("item", items), ("query", [part for part in model.query.modules() if part not in items])):
-        tower = next((part for part in parts if isinstance(part, TextTower)), None)
-        if tower is not None:
-            tower.texts.save(folder / f"{side}_texts")
-            save_encoder(tower.encoder, folder / encoder_folder(setup.text, side), weights, prompts)
+    sides: dict[Role, list[Any]] = {
+        "item": items,
+        "query": [part for part in model.query.modules() if part not in items],
+    }
+    towers: dict[Role, TextTower] = {}
+    for side, parts in sides.items():
+        towers.update((side, part) for part in parts if isinstance(part, TextTower))
+    prompts: dict[Role, str] = {side: tower.prompt for side, tower in towers.items()}
+    for side, tower in towers.items():
+        tower.texts.save(folder / f"{side}_texts")
+        save_encoder(tower.encoder, folder / encoder_folder(setup.text, side), weights, prompts)
 
 
 def write_end(

@@ -156,7 +156,7 @@ class NegativesLoss(nn.Module):
         whole = None
         if ranks.world > 1 or self.n_positives > 1:
             ids = ranks.gather(torch.stack([query_ids, item_ids], 1), _rows_of(ranks, q))
-            whole = Batch(*ids.unbind(1), q, v, ranks, grouped=self.n_positives > 1)
+            whole = Batch(ids[:, 0], ids[:, 1], q, v, ranks, grouped=self.n_positives > 1)
         tau = torch.tensor(self.tau, device=q.device)
         known = Positives(self.get_buffer("start"), self.get_buffer("items"))
         return Step(query_ids, item_ids, q, v, tau, encode_items, self.generator(q.device), known, whole=whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def _parquet(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.parquet")) if folder.is_dir() else []
 
 
-def read_beir(folder: str | Path) -> Interactions:
+def read_beir(folder: str | os.PathLike[str]) -> Interactions:
     """The data set of a folder: queries and documents with their texts, and the pairs judged relevant (score above 0).
 
     `corpus.jsonl` has `_id`, `text` and perhaps `title` (text towers read both), `queries.jsonl` has `_id` and `text`,
@@ -94,7 +95,7 @@ def _grades(data: Interactions, right: pl.DataFrame) -> np.ndarray | None:
 
 def _texts(folder: Path, name: str, notes: list[str]) -> pl.DataFrame:
     file = find_file(folder, name)
-    columns = {"_id": pl.String, "title": pl.String, "text": pl.String}
+    columns: dict[str, pl.DataType | type[pl.DataType]] = {"_id": pl.String, "title": pl.String, "text": pl.String}
     if file is None:
         file = folder / name.removesuffix(".jsonl")
         table = _read_parquet(_parquet(file), ("_id", "text"))
