@@ -18,6 +18,7 @@ from sparring.data.histories import Histories
 from sparring.data.texts.texts import tokenize
 from sparring.data.texts.tokenizers import WordTokenizer
 from sparring.models.attention import HstuBlock, LigrBlock, SasRecBlock
+from sparring.models.hashed import HashedIds
 from sparring.models.histories import HistoryTower
 from sparring.models.item_corrections import Augmented
 from sparring.models.parts import Categories, Concat, Dense, DescribedHistory, FeatureTower, Perceptron, Sum, Tags
@@ -57,6 +58,7 @@ TOWERS: dict[str, Callable[[], nn.Module]] = {
     "ids, dense gradient": lambda: IdTower(N, DIM, sparse=False),
     "embedding": lambda: nn.Embedding(N, DIM),
     "units": lambda: UnitTower(N),
+    "hashed ids": lambda: HashedIds(range(N), 5, DIM),
     "categories": lambda: Categories(FEATURES.categorical, FEATURES.cardinalities, DIM),
     "tags": lambda: Tags(FEATURES.tags[0], DIM),
     "dense": lambda: Dense(VECTORS),

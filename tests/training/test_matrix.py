@@ -40,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "ligr": {"history": 6},
     "hstu": {"history": 6},
     "lightgcn": {},
+    "hashed": {"model.buckets": 64},
     "text": {"encoder": "bag"},
 }
 STEPPED = [name for name, recipe in RECIPES.items() if not is_solved(recipe)]

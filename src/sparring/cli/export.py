@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparring.cli.parsing import Commands, add_novelty, add_quiet, add_run, add_unfinished, count, names, place
-from sparring.cli.screen import console, note, note_towers, progress, show
+from sparring.cli.screen import console, note_towers, note_untrained, progress, show
 from sparring.core.choices import FEEDS, STORES
 from sparring.core.errors import UserError
 from sparring.core.locks import LOCK, writing
@@ -76,6 +76,8 @@ def export(args: Namespace) -> int:
         raise UserError("--neighbours is for --to parquet of runs with an item-item matrix (ease, item_knn)")
     if not trained.has_vectors and args.to != "parquet":
         trained.item_vectors()  # says why there are none
+    if args.to != "onnx":
+        note_untrained(trained)
     return _files(args, trained) if files else _store(args, trained)
 
 
@@ -154,10 +156,7 @@ def _sides(args: Namespace, trained: Trained) -> Iterator[tuple[Rows, str]]:
     """The rows of items and, if asked for, of queries, with the names of their tables."""
     from sparring.serving.export.rows import item_rows, query_rows
 
-    rows = item_rows(trained)
-    if untrained := len(trained.ids.item_ids) - len(rows):
-        note(f"left out: {untrained:,} items without a training pair")
-    yield rows, args.table
+    yield item_rows(trained), args.table
     if args.with_queries:
         yield query_rows(trained), f"{args.table}_queries"
 

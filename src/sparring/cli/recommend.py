@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sparring.cli.parsing import Commands, add_novelty, add_ranking, add_run, add_unfinished, count, place
-from sparring.cli.screen import console, note, note_towers, progress, result, table
+from sparring.cli.screen import console, note, note_towers, note_untrained, progress, result, table
 from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def recommend(args: Namespace) -> int:
             note("the query tower of this run reads no histories: the mean of the items' vectors is used")
     else:
         best = trained.recommend(args.query, k, args.with_seen, args.ranking)
-    _note_left_out(trained)
+    note_untrained(trained)
     several = len(args.query) + len(args.text) > 1
     return result(args, list(best.iter_rows(named=True)), _table(best if several else best.drop("query")))
 
@@ -134,7 +134,7 @@ def _recommend_all(args: Namespace) -> int:
 
         rows = write_lists(trained, args.out, k, args.with_seen, index, update, args.ranking)
     seconds = time.perf_counter() - began
-    _note_left_out(trained)
+    note_untrained(trained)
     blank = len(trained.eligibility.queries)
     if blank:
         note(f"{blank:,} queries have no training pair: their lists are not personalised")
@@ -149,11 +149,3 @@ def _recommend_all(args: Namespace) -> int:
     speed = f"in {seconds:.1f} s ({n / seconds:,.0f} queries/s)"
     record = {"file": str(args.out), "queries": n, "rows": rows, "seconds": round(seconds, 3)}
     return result(args, [record], f"{args.out}: {rows:,} rows, the best {k} of {n:,} queries, {how}, {speed}")
-
-
-def _note_left_out(trained: Trained) -> None:
-    """Note how many items no list can hold, if any."""
-    n = len(trained.eligibility.items)
-    if n:
-        which = f"{n:,} items have" if n > 1 else "1 item has"
-        note(f"{which} no training pair and cannot be recommended")

@@ -85,6 +85,14 @@ class _Printer(logging.Handler):
             note(" ".join(record.getMessage().split()), record.levelname.lower())
 
 
+def note_untrained(trained: Trained) -> None:
+    """Note how many items no list can hold, if any."""
+    n = len(trained.eligibility.items)
+    if n:
+        which = f"{n:,} items have" if n > 1 else "1 item has"
+        note(f"{which} no training pair and cannot be recommended")
+
+
 @contextmanager
 def logged(quiet: bool) -> Iterator[None]:
     """Print the log of the library: INFO on stdout unless quiet and on rank 0 only, warnings on stderr."""

@@ -6,6 +6,7 @@ Nothing here chooses negatives or knows how models are trained.
 from sparring.models.build import finished, item_tower, query_tower
 from sparring.models.fusion import Fused
 from sparring.models.graph import Graph, GraphItems
+from sparring.models.hashed import HashedIds
 from sparring.models.histories import HistoryTower
 from sparring.models.inputs import Inputs
 from sparring.models.item_corrections import Augmented, Centroids
@@ -29,6 +30,7 @@ __all__ = [
     "Fused",
     "Graph",
     "GraphItems",
+    "HashedIds",
     "HistoryTower",
     "IdTower",
     "Inputs",

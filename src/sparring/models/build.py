@@ -16,6 +16,7 @@ from sparring.data.histories import Histories
 from sparring.data.texts.encoder import Pooling, own_prompt
 from sparring.data.texts.texts import Role, Texts, text_of, tokenized
 from sparring.models.encoders import add_lora, encoder_place, encoder_width, load_encoder, open_encoder
+from sparring.models.hashed import HashedIds
 from sparring.models.histories import HistoryTower
 from sparring.models.inputs import Inputs
 from sparring.models.item_corrections import Augmented, Centroids, shared_vectors
@@ -38,7 +39,7 @@ def width(model: ModelSettings, text: TextSettings) -> int:
     return model.dim + model.item_bias
 
 
-Tower = TextTower | IdTower | RowWiseTable | ShardedTable | FeatureTower
+Tower = TextTower | IdTower | HashedIds | RowWiseTable | ShardedTable | FeatureTower
 
 
 def item_tower(inputs: Inputs, settings: ModelSettings) -> Tower:

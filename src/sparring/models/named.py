@@ -19,6 +19,7 @@ from sparring.core.errors import UserError
 from sparring.models.attention import HstuBlock, LigrBlock, SasRecBlock
 from sparring.models.build import finished, history_items, item_tower, query_tower
 from sparring.models.graph import Graph, GraphItems
+from sparring.models.hashed import HashedIds
 from sparring.models.inputs import Inputs
 from sparring.models.retriever import Retriever
 from sparring.models.sequences import SequenceTower
@@ -205,7 +206,27 @@ def lightgcn(
     return finished(inputs, settings, graph, GraphItems(graph))
 
 
+@model(query_tower="id", item_tower="id", item_features=(), item_vectors=None, query_features=(), query_vectors=None)
+def hashed(
+    inputs: Inputs, settings: ModelSettings, *, buckets: Annotated[int, "rows of each table"] = 65_536
+) -> Retriever:
+    """Ids that share the rows of a table of fixed size, by two hashes and a learned mixture.
+
+    With query_tower=history, a query is its last items, whose vectors are hashed.
+    Svenstrup et al., Hash Embeddings for Efficient Word Representations, NeurIPS 2017.
+    """
+    if settings.query_tower not in ("id", "history") or settings.item_tower != "id":
+        raise UserError("the model hashed has tables of ids: set item_tower=id, and query_tower=id or history")
+    if settings.tables == "sharded" or inputs.shards > 1:
+        raise UserError("the tables of the model hashed are not sharded: choose fewer buckets, or the model ids")
+    item = HashedIds(inputs.ids.item_ids.ids, buckets, settings.dim, settings.init_std, inputs.sparse)
+    if settings.query_tower == "history":
+        return finished(inputs, settings, query_tower(inputs, settings, item), item)
+    query = HashedIds(inputs.ids.query_ids.ids, buckets, settings.dim, settings.init_std, inputs.sparse)
+    return finished(inputs, settings, query, item)
+
+
 MODELS: dict[str, Model] = {
-    each.__name__: each for each in (towers, ids, history, sets, sasrec, ligr, hstu, lightgcn, features, text)
+    each.__name__: each for each in (towers, ids, history, sets, sasrec, ligr, hstu, lightgcn, hashed, features, text)
 }
 TABLES = ("towers", "ids")  # models that a recipe's spectral start may fill

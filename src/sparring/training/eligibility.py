@@ -22,6 +22,7 @@ from sparring.data.interactions import Interactions, Split
 from sparring.data.pairs import csr, occurrences
 from sparring.models.fusion import BLOCK, Fused
 from sparring.models.graph import Graph, GraphItems
+from sparring.models.hashed import HashedIds
 from sparring.models.retriever import Retriever
 from sparring.models.towers import HistoryReader, IdTower, UnitTower
 
@@ -200,7 +201,7 @@ def _others(ids: Tensor, n: int) -> Tensor | None:
 
 def _is_table(tower: torch.nn.Module) -> bool:
     """Whether only the training pairs of an id give it a vector."""
-    return isinstance(tower, IdTower | Graph | GraphItems) or (isinstance(tower, Part) and tower.spread)
+    return isinstance(tower, IdTower | HashedIds | Graph | GraphItems) or (isinstance(tower, Part) and tower.spread)
 
 
 def _absent(ids: np.ndarray, n: int, warm: np.ndarray | None) -> Tensor:

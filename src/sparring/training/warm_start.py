@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split, Vocabulary
+from sparring.models.hashed import HashedIds
 from sparring.models.histories import PastReader
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
@@ -53,7 +54,8 @@ class WarmStart:
 def warm_start(model: Retriever, split: Split, run: str | Path) -> WarmStart:
     """Copy the vectors of an earlier run into new towers by original id; other rows stay.
 
-    For id towers, query towers that read histories over one, and the item bias. Optimiser state is not copied.
+    For id towers, query towers that read histories over one, and the item bias. Of hashed ids the complete tables are
+    copied, so new ids start with the rows of others. Optimiser state is not copied.
 
         warm_start(run.model, split, "runs/yesterday");   fit(run, split, "runs/today")
     """
@@ -85,12 +87,14 @@ def _check(old: Retriever, new: Retriever, folder: Path) -> None:
         if (
             side == "query"
             and isinstance(tower, PastReader)
-            and (tower.item is new.item or isinstance(tower.item, IdTower))
+            and (tower.item is new.item or isinstance(tower.item, IdTower | HashedIds))
         ):
             same = type(before) is type(tower) and _shapes(before) == _shapes(tower)
             same = same and (before.item is old.item) == (tower.item is new.item)
         elif isinstance(tower, IdTower):
             same = isinstance(before, IdTower)
+        elif isinstance(tower, HashedIds):
+            same = isinstance(before, HashedIds) and before.buckets == tower.buckets
         else:
             hint = (
                 f"; a text encoder starts from --set encoder={folder / 'encoder'}" if hasattr(tower, "encoder") else ""
@@ -116,6 +120,9 @@ def _both(old: Vocabulary, new: Vocabulary, blank: Tensor) -> tuple[np.ndarray, 
 
 
 def _copy(old: nn.Module, new: nn.Module, rows: tuple[np.ndarray, np.ndarray]) -> None:
+    if isinstance(new, HashedIds):  # the same ids have the same rows
+        new.load_state_dict(old.state_dict())
+        return
     assert isinstance(old, IdTower)
     assert isinstance(new, IdTower)
     there, here = torch.from_numpy(rows[0]), torch.from_numpy(rows[1])
