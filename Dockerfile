@@ -1,8 +1,8 @@
 # syntax=docker/dockerfile:1
-# Sparring with its service. For CPUs:   docker build --tag sparring .
-# For NVIDIA GPUs:   docker build --build-arg TORCH_INDEX=https://pypi.org/simple --tag sparring:cuda .
-# (PyTorch from PyPI brings CUDA along; the host needs the driver and the NVIDIA container toolkit.)
-# docs/guide/install.md shows how to run it.
+# Sparring with its service. For NVIDIA GPUs:   docker build --tag sparring:cuda .
+# For CPUs:   docker build --build-arg TORCH_INDEX=INDEX --tag sparring .
+# PyTorch from PyPI brings CUDA along; the host needs the driver and the NVIDIA container toolkit. INDEX is that of
+# PyTorch's builds for CPUs, as its installation page names it. docs/guide/install.md shows how to run the image.
 
 FROM python:3.11-slim AS build
 WORKDIR /source
@@ -11,9 +11,9 @@ COPY src ./src
 RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.11-slim
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=
 ARG EXTRAS=demo,serve,pgvector
-RUN python -m pip install --no-cache-dir --index-url "$TORCH_INDEX" "torch>=2.11"
+RUN python -m pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch>=2.11"
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python -m pip install --no-cache-dir "$(echo /wheels/sparring-*.whl)[$EXTRAS]" \
     && useradd --create-home --uid 1000 sparring \
