@@ -13,7 +13,7 @@ RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 FROM python:3.11-slim
 ARG TORCH_INDEX=
 ARG EXTRAS=demo,serve,pgvector
-RUN python -m pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch>=2.11"
+RUN PIP_INDEX_URL="$TORCH_INDEX" python -m pip install --no-cache-dir "torch>=2.11"
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python -m pip install --no-cache-dir "$(echo /wheels/sparring-*.whl)[$EXTRAS]" \
     && useradd --create-home --uid 1000 sparring \
