@@ -125,7 +125,8 @@ def test_the_second_pass_draws_the_dropout_of_the_first() -> None:
 def test_training_with_a_chunk_is_training(parts: Split) -> None:
     """Two epochs with and without chunks give the same model up to rounding."""
     runs = [
-        build("tables", parts.train, {"dim": 4, "epochs": 2, "batch_size": 64, "n": 50, "chunk": chunk})
+        # without dropout: of 4 dimensions it may leave one, whose gradient under cosine is rounding alone
+        build("tables", parts.train, {"dim": 4, "epochs": 2, "batch_size": 64, "n": 50, "dropout": 0.0, "chunk": chunk})
         for chunk in (None, 10)
     ]
     first, second = (fit(run, parts, k=(5,), device="cpu") for run in runs)

@@ -15,7 +15,15 @@ from sparring.core.sparse_rows import _repeated, lookup, sum_rows
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 from sparring.training.light_optimizers import Adam, AdamW
-from sparring.training.optimizers import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
+from sparring.training.optimizers import (
+    Schedule,
+    about_large_tables,
+    clip_gradients,
+    load_state_tensors,
+    optimizers,
+    set_lr,
+    state_tensors,
+)
 from sparring.training.row_optimizers import RowAdagrad, RowAdam
 
 N, D = 40, 5
@@ -327,6 +335,18 @@ def test_rule_adam_is_coupled_adam_on_every_row() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert torch.allclose(tower.weight.detach().double(), want, atol=2e-6)
+
+
+def test_dense_adam_on_large_tables_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts the rows and names the setting; small tables and row rules have none."""
+    model = Retriever(IdTower(N, D, sparse=False), IdTower(2 * N, D, sparse=False))
+    assert about_large_tables(model, "adam") is None
+    monkeypatch.setattr("sparring.training.optimizers.LARGE", 3 * N * D)
+    assert about_large_tables(model, "row-adam") is None
+    line = about_large_tables(model, "adam")
+    assert line is not None
+    assert f"{3 * N:,} rows" in line
+    assert "optimizer=row-adam" in line
 
 
 def test_rule_errors_are_one_line() -> None:

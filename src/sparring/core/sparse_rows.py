@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from sparring.kernels.native import vectors as native
+
 
 def lookup(table: Tensor, ids: Tensor) -> Tensor:
     """table[ids] (..., D); the backward pass appends one row per id to the sparse gradient of the table (N, D).
@@ -36,6 +38,43 @@ class _Lookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         _append(ctx.table, ids.reshape(1, -1), grad.reshape(-1, grad.shape[-1]))
         return None, None
+
+
+def unit_lookup(table: Tensor, ids: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """lookup(table, ids) scaled to length 1, followed by bias[ids] (..., D + 1) where there is one, in one pass.
+
+    None where the native kernel does not apply, or no gradient is wanted: then look up and scale.
+
+        unit_lookup(tower.weight, torch.tensor([3, 7]))
+    """
+    tables = (table,) if bias is None else (table, bias)
+    if not torch.is_grad_enabled() or not all(t.requires_grad for t in tables) or not native.fits(*tables):
+        return None
+    flat = ids.reshape(-1).contiguous()
+    made = native.unit_rows(table.detach(), flat, None if bias is None else bias.detach(), int(bias is not None))
+    if made is None:
+        return None
+    rows: Tensor = _UnitLookup.apply(*tables, flat, *made)  # type: ignore[no-untyped-call]
+    return rows.reshape(*ids.shape, -1)
+
+
+class _UnitLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        *tables, ids, out, norms = given
+        ctx.tables = tables
+        ctx.save_for_backward(ids, out, norms)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ids, out, norms = ctx.saved_tensors
+        table, *biases = ctx.tables
+        _append(table, ids.unsqueeze(0), native.unit_rows_gradient(grad, out, norms, len(biases)))
+        for bias in biases:
+            _append(bias, ids.unsqueeze(0), grad[:, -1:])
+        return (None,) * (4 + len(biases))
 
 
 def _append(table: Tensor, index: Tensor, values: Tensor) -> None:

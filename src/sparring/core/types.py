@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparring.core.exclusion import Exclude, Positives
 from sparring.kernels import ExcludedPairs
+from sparring.kernels.native.vectors import row_dots
 
 __all__ = [
     "ALONE",
@@ -310,7 +311,8 @@ class Step:
     @property
     def positive_logits(self) -> Tensor:
         """q_i . v_i / tau_i, (B,)."""
-        return (self.scaled * self.v).sum(-1)
+        dots = row_dots(self.q, self.v)
+        return (self.scaled * self.v).sum(-1) if dots is None else dots / self.tau
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,16 @@ def hinge(margin: float = 0.3) -> Loss:
     def hinge(step: Step, bag: Bag) -> Tensor:
         return _pairwise(step, bag, lambda difference: F.relu(margin + difference))
 
+    hinge.margin = margin  # type: ignore[attr-defined]
     return hinge
+
+
+def margin_of(loss: object) -> tuple[float | None] | None:
+    """The margin of a pairwise loss, None inside for the logistic one; None if it is no pairwise loss of ours."""
+    if loss is bpr:
+        return (None,)
+    known = getattr(loss, "__module__", "") == __name__ and getattr(loss, "__name__", "") == "hinge"
+    return (loss.margin,) if known else None  # type: ignore[attr-defined]
 
 
 def psl(surrogate: Surrogate = "relu") -> Loss:

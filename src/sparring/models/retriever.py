@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparring.core.part import Part
+from sparring.core.sparse_rows import unit_lookup
 from sparring.core.types import ALONE, ItemLayers, Ranks
 from sparring.data.histories import Context, Histories
+from sparring.kernels.native import vectors as native
 from sparring.models.graph import GraphItems
 from sparring.models.histories import PastReader
 from sparring.models.low_rank_ease import LowRankEase
@@ -88,11 +90,22 @@ class Retriever(nn.Module):
 
     def encode_items(self, ids: Tensor) -> Tensor:
         """Vectors of items (..., D)."""
+        fused = self._unit_items(ids)
+        if fused is not None:
+            return fused
         vectors = self._scaled(self.item(ids))
         more = [] if self.closed_form is None else [self.closed_form.items(ids)]
         if self.item_bias is not None:
             more.append(self.item_bias(ids))
         return torch.cat([vectors, *(each.to(vectors.dtype) for each in more)], -1) if more else vectors
+
+    def _unit_items(self, ids: Tensor) -> Tensor | None:
+        """The same from tables in one pass, if a native kernel can do that."""
+        bias = self.item_bias
+        tables = [part for part in (self.item, bias) if type(part) is IdTower and part.sparse]
+        if self.score != "cosine" or self.closed_form is not None or len(tables) != 1 + (bias is not None):
+            return None
+        return unit_lookup(*(tables[0].weight, ids.long()), *(table.weight for table in tables[1:]))
 
     def encode_mixtures(self, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         """Vectors (..., V, D) of items (..., M) mixed by weights (..., V, M) after `layer` layers."""
@@ -156,6 +169,10 @@ class Retriever(nn.Module):
         output had been dropped. The bias dimension is never dropped and has no number in `uniform`.
         """
         vectors = q if self.item_bias is None else q[..., :-1]
+        if self.score == "cosine":
+            fused = native.unit(vectors.contiguous(), int(self.item_bias is not None), uniform, rate)
+            if fused is not None:
+                return fused
         return self._finished(vectors * (uniform >= rate) / (1 - rate))
 
     def item_vectors(self, block: int = 65536, ranks: Ranks = ALONE) -> Tensor:
@@ -231,6 +248,10 @@ class Retriever(nn.Module):
 
     def _finished(self, vectors: Tensor, closed: Tensor | None = None) -> Tensor:
         """Output of a query tower, scaled, with the closed form's dimensions and that of the bias."""
+        if self.score == "cosine" and closed is None:
+            fused = native.unit(vectors, int(self.item_bias is not None))
+            if fused is not None:
+                return fused
         vectors = self._scaled(vectors)
         more = [] if closed is None else [closed.to(vectors.dtype)]
         if self.item_bias is not None:

@@ -27,7 +27,15 @@ from sparring.recipes.run import Run
 from sparring.training.checkpoint import CheckpointManager, State
 from sparring.training.cuda_graph import CudaGraphStep
 from sparring.training.eligibility import listed_items
-from sparring.training.optimizers import Schedule, clip_gradients, fitting_warmup, optimizers, set_lr
+from sparring.training.optimizers import (
+    Schedule,
+    about_large_tables,
+    clip_gradients,
+    fitting_warmup,
+    optimizers,
+    set_lr,
+)
+from sparring.training.pairwise_step import pairwise_step
 from sparring.training.step import TrainingRows, training_step
 
 WITHIN_EPOCH = 600.0  # seconds between checkpoints within an epoch, unless save_seconds is given
@@ -81,6 +89,8 @@ class Trainer:
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
         self.positives = Positives.lazy(lambda: train.positives().to(device))
         self.rows = TrainingRows(run, train, device)
+        alone = device.type == "cpu" and ranks.world == 1 and self.rows.kind == "pairs"
+        self.direct = pairwise_step(run, self.positives, self.optimizers) if alone else None
         total = training.epochs * len(self.rows.batches)
         warmup = fitting_warmup(training.warmup, total)
         self.schedule = Schedule(training.schedule, warmup, training.lr_decay, training.lr_decay_every, total)
@@ -114,6 +124,9 @@ class Trainer:
         asked, warmup, total = self.setup.training.warmup, self.schedule.warmup, f"{self.schedule.total:,}"
         if warmup < asked:
             log.info("warmup=%s exceeds half of the %s steps: %s steps warm up", asked, total, warmup)
+        line = about_large_tables(self.run.model, self.setup.training.optimizer)
+        if line is not None:
+            log.info(line)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             self.set_random()
             while not self.state.done:
@@ -189,13 +202,18 @@ class Trainer:
 
     def work(self, *step: Tensor) -> None:
         """One step, given by the tensors of `TrainingRows.batches`; nothing waits for the device."""
+        if self.direct is not None:
+            (pairs,) = step
+            self.total += self.direct(*self.rows.ids(pairs), self.generator, self.weights(pairs)).sum()
+            return
         for optimizer in self.optimizers:  # first, because a failed graph capture leaves gradients without values
             optimizer.zero_grad(set_to_none=True)
         pairs, context = self.rows.drawn(step, self.generator)
         losses, taken, outcome = training_step(
             self.run, *self.rows.ids(pairs), self.generator, self.positives, self.ranks, context
         )
-        weighed = losses if self.weight is None else losses * self.ranks.own(self.weight[pairs] / self.mean_weight)
+        weights = self.weights(pairs)
+        weighed = losses if weights is None else losses * self.ranks.own(weights)
         (weighed.sum() / len(pairs)).backward()
         sum_gradients(self.trained, self.ranks)
         if self.setup.training.clip is not None:
@@ -208,6 +226,10 @@ class Trainer:
             for observer in self.observers:
                 observer.observe(taken, outcome)
         self.total += outcome.loss.sum()
+
+    def weights(self, pairs: Tensor) -> Tensor | None:
+        """The weights of these pairs, of mean 1 over all; None if they have none."""
+        return None if self.weight is None else self.weight[pairs] / self.mean_weight
 
     def mean(self) -> float:
         """The mean loss of this rank's rows of the epoch so far; waits for the device."""

@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 
 from sparring.core.part import Part
 from sparring.core.sparse_rows import sum_rows
+from sparring.models.towers import IdTower
 from sparring.training.light_optimizers import Adam, AdamW
 from sparring.training.row_optimizers import RowAdagrad, RowAdam, RowOptimizer
 
 Rule = Literal["row-adam", "row-adagrad", "adam", "solver"]
+LARGE = 1 << 24  # numbers in all tables from which on dense Adam takes most of a step on a CPU
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -110,6 +112,17 @@ def optimizers(
         if _on_cuda(group["params"]):  # a captured step reads the rate on the device
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
     return built
+
+
+def about_large_tables(model: nn.Module, rule: str) -> str | None:
+    """A line about tables so large that a dense rule takes most of a step; None if there are none."""
+    if rule != "adam":
+        return None
+    tables = [module.weight for module in model.modules() if isinstance(module, IdTower)]
+    if sum(table.numel() for table in tables) < LARGE:
+        return None
+    rows = f"{sum(map(len, tables)):,}"
+    return f"optimizer=adam updates all {rows} rows of the tables in every step; optimizer=row-adam those of the batch"
 
 
 def set_lr(optimizers: Sequence[Optimizer], factor: float) -> None:

@@ -44,20 +44,27 @@ class RowOptimizer(LightOptimizer, ABC):
                         f"{type(self).__name__} got {kind}: "
                         "it needs a sparse gradient of an (N, D) table (IdTower(sparse=True))"
                     )
-                state = self.state[table]
-                if not state:
-                    state.update(self._fresh(table, group))
-                self._begin(state)
+                index, values = table.grad._indices()[0], table.grad._values()
                 if fuses_rows(table) and table.grad._nnz():
                     with torch.cuda.device_of(table):  # a kernel runs on the current GPU, a shard may be on another
-                        self._fuse(table, table.grad._indices()[0], table.grad._values(), state, group)
-                    continue
-                if self._compiled(table, table.grad._indices()[0], table.grad._values().contiguous(), state, group):
-                    continue
-                rows, grad = sum_rows(table.grad)
-                for block, part in _blocks(rows, grad):
-                    self._update(table, block, part, state, group)
+                        self._fuse(table, index, values, self._started(table, group), group)
+                elif not self.update_rows(table, index, values.contiguous(), group):
+                    rows, grad = sum_rows(table.grad)
+                    for block, part in _blocks(rows, grad):
+                        self._update(table, block, part, self.state[table], group)
         return loss
+
+    def update_rows(self, table: Tensor, index: Tensor, values: Tensor, group: dict[str, Any]) -> bool:
+        """Begin a step of a table, and update its rows by a native kernel; False if none applies."""
+        return self._compiled(table, index, values, self._started(table, group), group)
+
+    def _started(self, table: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state of a table, in a new step."""
+        state: dict[str, Tensor] = self.state[table]
+        if not state:
+            state.update(self._fresh(table, group))
+        self._begin(state)
+        return state
 
     @abstractmethod
     def _fresh(self, table: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from sparring.data.histories import (
 )
 from sparring.data.interactions import Interactions, Split
 from sparring.data.weights import spread
+from sparring.kernels.chunked import half_gradients
 from sparring.models.retriever import Retriever
 from sparring.recipes.run import Run, Solver, Term
 
@@ -49,7 +50,7 @@ def training_step(
     """
     model, setup = run.model.towers, run.setup
 
-    # on a CPU bfloat16 is slower than float32
+    # on a CPU towers compute in float32
     half = torch.autocast(
         query_ids.device.type, torch.bfloat16, enabled=setup.training.precision == "bf16" and query_ids.is_cuda
     )
@@ -111,7 +112,8 @@ def training_step(
     for term in run.terms:
         bag = term.negatives(step)
         _check_bag(term, bag)
-        output = loss_output(term.loss, step, bag)
+        with half_gradients(setup.training.precision in ("auto", "bf16")):
+            output = loss_output(term.loss, step, bag)
         _check_losses(term, output.losses, q.shape[:1])
         total = total + term.weight * output.losses
         bags.append(bag)
@@ -227,7 +229,7 @@ class TrainingRows:
 
     def ids(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
         """The queries and the items (B,) of these pairs."""
-        return self.queries[pairs].long(), self.items[pairs].long()
+        return self.queries.index_select(0, pairs).long(), self.items.index_select(0, pairs).long()
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
         """(at most n,) pairs of distinct random rows, as an epoch would meet them; rows on the CPU only."""

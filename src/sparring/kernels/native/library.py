@@ -1,7 +1,7 @@
 """Compile the C++ files of this folder with the system's compiler, keep the library in the user's cache, and load it.
 
 The first process on a machine compiles for a few seconds and says so; later ones load the file. Its name holds a hash
-of all that it was made from (sources, flags, compiler, processor, version of Sparring) and one of its content, so a
+of all that it was made from (sources, flags, compiler, processor) and one of its content, so a
 stale or damaged file is never loaded. Nor is one from a folder that other users may write to. Where there is no
 compiler, or anything fails, `function` answers None, one line says why, and callers run their torch code.
 `SPARRING_NATIVE=0` has the same effect.
@@ -28,8 +28,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-
-from sparring import __version__
 
 log = logging.getLogger(__name__)
 active = os.environ.get("SPARRING_NATIVE", "1") != "0"  # tests and benchmarks switch it off and on
@@ -128,7 +126,7 @@ def _check_owner(where: Path) -> None:
 
 def _key(compiler: str, parallel: bool) -> str:
     about = os.stat(compiler)
-    made_from = [__version__, *FLAGS, *PROCESSOR, str(parallel), compiler, str(about.st_size), str(about.st_mtime_ns)]
+    made_from = [*FLAGS, *PROCESSOR, str(parallel), compiler, str(about.st_size), str(about.st_mtime_ns)]
     made_from += [platform.platform(), _processor()]
     digest = hashlib.sha256("\n".join(made_from).encode())
     for source in sorted((*HERE.glob("*.cpp"), *HERE.glob("*.h"))):

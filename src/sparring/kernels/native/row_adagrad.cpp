@@ -16,6 +16,7 @@ extern "C" int sparring_row_adagrad(float *table, float *total, const int64_t *i
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < m; r++) {
             const int64_t row = rows.row[r];
+            sparring::fetch(rows, r + 6, values, d, table);
             const float *g = sparring::summed(rows, r, values, d, room.data());
             float *p = table + row * d, squares = 0;
 #pragma omp simd reduction(+ : squares)

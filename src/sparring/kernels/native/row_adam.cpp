@@ -26,6 +26,7 @@ extern "C" int sparring_row_adam(float *table, float *mean, float *square, float
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < m; r++) {
             const int64_t row = rows.row[r];
+            sparring::fetch(rows, r + 3, values, d, table, mean, square);
             const float *g = sparring::summed(rows, r, values, d, room.data());
             const double t = by_row ? double(count[row] += 1) : double(*count);
             const float size = float(-lr / unbias(beta1, t)), spread = float(1 / std::sqrt(unbias(beta2, t)));

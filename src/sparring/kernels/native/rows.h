@@ -66,4 +66,16 @@ inline const float *summed(const Rows &rows, int64_t r, const float *values, int
     return room;
 }
 
+// Ask for the memory of row r soon: its gradient, and its place in each of the tables.
+template <typename... Tables>
+inline void fetch(const Rows &rows, int64_t r, const float *values, int64_t d, Tables... tables) {
+    if (r >= int64_t(rows.row.size())) return;
+    const float *g = values + rows.place[rows.begin[r]] * d;
+    const int64_t at = rows.row[r] * d;
+    for (int64_t k = 0; k < d; k += 16) {
+        __builtin_prefetch(g + k);
+        (__builtin_prefetch(tables + at + k, 1), ...);
+    }
+}
+
 }  // namespace sparring
