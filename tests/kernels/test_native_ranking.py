@@ -136,6 +136,13 @@ def test_any_batch_gives_the_same_lists() -> None:
         torch.set_num_threads(threads)
 
 
+def test_items_are_those_that_were_prepared(form: str) -> None:
+    """The kernel refuses items of another shape than those that were prepared."""
+    if form == "native":
+        with pytest.raises(ValueError, match="packed"):
+            top_k(torch.randn(3, 4), torch.randn(70, 4), 2, prepared=prepare(torch.randn(64, 4)))
+
+
 def test_ordinary_vectors_need_no_second_ranking(form: str) -> None:
     """The kernel itself ranks vectors of any ordinary size, and says where numbers are out of its range."""
     if form == "torch":
@@ -172,6 +179,8 @@ def test_bad_ids_are_refused() -> None:
     seen = Positives(torch.tensor([0, 1, 2]), torch.tensor([3, 64], dtype=torch.int32))
     with pytest.raises((IndexError, RuntimeError)):
         top_k(q, items, 3, seen, torch.arange(2), prepared=prepare(items))
+    with pytest.raises((RuntimeError, IndexError)):
+        inner_products(q, torch.randn(64, 5), torch.zeros(2, 1, dtype=torch.long))
     for who in (-1, 2):
         with pytest.raises(UserError, match="out of range"):
             top_k(q, items, 3, seen, torch.tensor([0, who]))

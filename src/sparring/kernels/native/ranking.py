@@ -62,7 +62,9 @@ def rank(
     kernel = function("rank", "ppllllppppppldpppppp")
     if kernel is None or not _fits(q, items):
         return None
-    lists = (None, None, None)
+    if len(packed.order) != len(items) or packed.integers.shape[1] != -(-q.shape[1] // 4):
+        raise ValueError(f"items of shape {tuple(items.shape)} are not those that were packed")
+    lists: tuple[int | None, ...] = (None, None, None)
     if start is not None and seen is not None and who is not None:
         kept = start.long().contiguous(), seen.int().contiguous(), who.long().contiguous()
         lists = tuple(x.data_ptr() for x in kept)
@@ -90,9 +92,10 @@ def rank(
 def inner_products(q: Tensor, items: Tensor, ids: Tensor) -> Tensor | None:
     """(B, C): the inner products of queries (B, D) with items[ids], summed in float64 and rounded once."""
     kernel = function("inner_products", "ppppllll")
-    if kernel is None or not _fits(items) or q.dtype != torch.float32 or ids.device.type != "cpu":
+    shapes = q.shape[1] == items.shape[1] and len(q) == len(ids)
+    if kernel is None or not shapes or not _fits(q, items) or ids.device.type != "cpu":
         return None
-    q, ids = q.contiguous(), ids.long().contiguous()
+    ids = ids.long().contiguous()
     out = q.new_empty(ids.shape)
     if kernel(q.data_ptr(), items.data_ptr(), ids.data_ptr(), out.data_ptr(), *ids.shape, *items.shape):
         raise IndexError(f"an id is outside the {len(items)} items")
