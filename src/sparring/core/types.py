@@ -215,7 +215,7 @@ class Ranks:
         """Overwrite these tensors on every rank with the values of rank 0."""
 
 
-ALONE = Ranks()
+ALONE: Ranks = Ranks()
 
 
 class Batch:
