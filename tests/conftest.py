@@ -83,6 +83,7 @@ MEDIUM = (
     "data/test_prepared.py",
     "data/test_public_sets.py",
     "data/test_texts.py::test_hashed_words_are_the_same_in_every_process",
+    "losses/test_distillation.py::test_as_a_term",
     "negatives/test_cluster_counts.py",
     "negatives/test_contract_rejects.py",
 )
@@ -97,6 +98,7 @@ TOGETHER = (
     "experiments/test_book.py",
     "experiments/test_comparison.py",
     "experiments/test_diagnosis_report.py",
+    "experiments/test_mining.py",
     "experiments/test_papers",
     "experiments/test_report.py",
     "serving/http/test_fused.py",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparring.cli.main import main
 from sparring.core.errors import UserError
+from sparring.core.locks import writing
 from sparring.data.interactions import Interactions
 from sparring.data.table import from_frame
 from sparring.data.texts.texts import text_of
@@ -182,6 +183,8 @@ def test_a_stopped_mining_continues_with_the_same_bytes(data: Interactions, bag:
     assert files == {path.relative_to(tmp_path / "part") for path in (tmp_path / "part").rglob("*") if path.is_file()}
     for file in files:
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "part" / file).read_bytes(), file
+    with writing(tmp_path / "part"), pytest.raises(UserError, match="writes to"):
+        mine(data, tmp_path / "part", wanted)
     with pytest.raises(UserError, match="n=2"):
         mine(data, tmp_path / "part", replace(wanted, n=3))
     assert mine(data, tmp_path / "part", replace(wanted, n=3), overwrite=True).pairs == len(data)

@@ -23,6 +23,7 @@ from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.core.extras import optional
 from sparring.core.list_fusion import reciprocal_ranks, union
+from sparring.core.locks import writing
 from sparring.core.topk import in_order, top_k
 from sparring.core.types import Positives, Step
 from sparring.data.cache import hash_of
@@ -123,7 +124,11 @@ def mine(
 
         mine(read("scifact"), "mined", Mining(("minilm",), first=10, last=100, relative=0.95, n=5))
     """
-    out, report = Path(out), progress or (lambda name, done, total: None)
+    with writing(Path(out)):
+        return _mined(data, Path(out), mining, device, progress or (lambda name, done, total: None), overwrite)
+
+
+def _mined(data: Interactions, out: Path, mining: Mining, device: str, report: Progress, overwrite: bool) -> Mined:
     if overwrite and (out / SETTINGS).is_file():
         shutil.rmtree(out)
     texts = {role: _texts(data, role) for role in ROLES}
