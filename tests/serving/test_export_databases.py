@@ -390,9 +390,9 @@ def renamed(parts: Split) -> Split:
 
 @pytest.fixture(scope="module")
 def trained(renamed: Split, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A finished run whose item vectors have a bias as one more dimension."""
+    """A finished run whose item vectors are those of a closed form, of the towers, and a bias, side by side."""
     folder = tmp_path_factory.mktemp("databases") / "run"
-    quick = {"dim": D, "closed_form": 0, "epochs": 1, "batch_size": 64, "n": 16, "patience": None, "item_bias": True}
+    quick = {"dim": D, "closed_form": 20, "epochs": 1, "batch_size": 64, "n": 16, "patience": None, "item_bias": True}
     fit(build("default", renamed.train, quick), renamed, folder, k=(10,), device="cpu")
     return load(folder)
 
@@ -459,12 +459,13 @@ def test_the_files_of_a_store_rank_as_the_run_does(target: str, trained: Trained
     """Inner products of the vectors in the files give the run's own lists; each document has all columns."""
     words = ["export", str(trained.folder), "--to", target, "--out", str(tmp_path), "--with-queries"]
     assert main(words) == 0
-    sides = []
+    sides, dim = [], item_rows(trained).dim
+    assert dim == D + 20 + 1
     for table in ("items", "items_queries"):
         if target == "vespa":
             schema = (tmp_path / "schemas" / f"{table}.sd").read_text()
             assert schema.count("{") == schema.count("}")
-            assert "tensor<float>(x[7])" in schema
+            assert f"tensor<float>(x[{dim}])" in schema
             documents = [json.loads(line) for line in (tmp_path / f"{table}.jsonl").read_text().splitlines()]
             assert [one["put"] for one in documents] == [
                 f"id:{table}:{table}::{one['fields']['id']}" for one in documents
@@ -472,7 +473,7 @@ def test_the_files_of_a_store_rank_as_the_run_does(target: str, trained: Trained
             sides.append([one["fields"] for one in documents])
         else:
             fields = json.loads((tmp_path / f"{table}.mapping.json").read_text())["mappings"]["properties"]
-            assert fields["vector"].get("dimension", fields["vector"].get("dims")) == 7
+            assert fields["vector"].get("dimension", fields["vector"].get("dims")) == dim
             lines = (tmp_path / f"{table}-00001.ndjson").read_text().splitlines()
             sides.append([json.loads(line) for line in lines[1::2]])
             assert [json.loads(line)["index"]["_id"] for line in lines[::2]] == [str(one["id"]) for one in sides[-1]]

@@ -187,6 +187,18 @@ def test_refusals_are_one_line(
     assert not hub.repositories
 
 
+def test_the_parts_of_a_fused_run_go_with_it(trained: Path, hub: Hub, parts: Split, tmp_path: Path) -> None:
+    """A fused run comes back with its parts, and no part of it has a history unless asked."""
+    sparring.fuse([trained / "ease", trained / "tables"], parts, tmp_path / "fused", k=(10,), device="cpu")
+    taken = sorted(parts.train.items[parts.train.queries == 3].tolist())
+    runs.push(tmp_path / "fused", "me/fused")
+    assert holding(tmp_path / "fused", taken)
+    assert not holding(sparring.load("hf://me/fused").folder, taken)
+    runs.push(tmp_path / "fused", "me/fused", with_histories=True)
+    there, here = sparring.load("hf://me/fused"), sparring.load(tmp_path / "fused")
+    assert there.recommend([5]).equals(here.recommend([5]))
+
+
 def test_a_graph_needs_its_pairs(parts: Split, hub: Hub, tmp_path: Path) -> None:
     """Vectors that are computed from the training pairs cannot be pushed without them."""
     run = sparring.build("tables", parts.train, {"model": "lightgcn", "dim": 4, "epochs": 1})
