@@ -70,7 +70,7 @@ DEFAULT = Setup.of(
     init_std=0.01,
     init="spectral",
     batch_size=4096,
-    epochs=16,
+    epochs=32,
     lr=3e-3,
     schedule="cosine",
     eval_every=4,
@@ -86,6 +86,7 @@ def default(
     exclude: Excluded = "known",
     steps: Annotated[int, "batches are smaller than batch_size where an epoch has fewer steps than this"] = 48,
     closed_form: Annotated[int, "dimensions of a closed form beside the towers; 0 adds none"] = 512,
+    cpu_epochs: Annotated[int | None, "epochs on a CPU where epochs is not set; none: as on a GPU"] = 16,
 ) -> Run:
     """Queries as sums of their items, against uniform negatives that the query has not taken, or all of them.
 
@@ -99,8 +100,12 @@ def default(
     negatives = (
         AllItems(data.n_items, exclude, with_pairs(data)) if complete else Sampled(uniform(data), n, exclude=exclude)
     )
+    if cpu_epochs is not None and cpu_epochs < 1:
+        raise ValueError(f"cpu_epochs is a number of epochs, at least 1, or none; got {cpu_epochs}")
+    unset = setup.training.epochs == DEFAULT.training.epochs
     run = compose(data, setup, Term(1.0, negatives))
-    return replace(run, closed_form=closed_form_width(run.model, data, closed_form))
+    dim = closed_form_width(run.model, data, closed_form)
+    return replace(run, closed_form=dim, cpu_epochs=cpu_epochs if unset else None)
 
 
 def closed_form_width(model: Retriever, data: Interactions, most: int) -> int:

@@ -166,6 +166,7 @@ def fit(
             if run.setup.temperature.tau is None and chosen_tau is not None:
                 run = with_tau(run, chosen_tau)
             _check(run, split, k, metrics)
+        run = _with_epochs(run, folder, resume, where, ranks)
         run, tried = _with_temperature(run, split, folder, resume, where, ranks)
         epochs = None if selection is None else selection.best_epoch
         trainer = Trainer(run, split, where, folder, shown, ranks, save_seconds, epochs)
@@ -272,6 +273,18 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
         raise UserError(f"the cutoffs k={tuple(k)} must be between 1 and the {n_items:,} items of the catalogue")
 
 
+def _with_epochs(run: Run, folder: Path | None, resume: bool, device: torch.device, ranks: Ranks) -> Run:
+    """The run with the epochs that its recipe has for the device, or with those recorded."""
+    if run.cpu_epochs is None:
+        return run
+    if folder is not None and ranks.share(resume and run_folder.has_run(folder)):
+        return replace(run, setup=run.setup.replaced(epochs=flat(run_folder.read_meta(folder)["setup"])["epochs"]))
+    if device.type != "cpu":
+        return run
+    log.info("%s epochs on a CPU: --set cpu_epochs=none trains the %s", run.cpu_epochs, run.setup.training.epochs)
+    return replace(run, setup=run.setup.replaced(epochs=run.cpu_epochs))
+
+
 def _with_temperature(
     run: Run, split: Split, folder: Path | None, resume: bool, device: torch.device, ranks: Ranks
 ) -> tuple[Run, dict[float, float]]:
@@ -337,6 +350,8 @@ def _finished(
     if folder is None or not alone or not manifest.is_finished(folder):
         return None
     listed, meta = run_folder.read_manifest(folder), run_folder.read_meta(folder)
+    if run.cpu_epochs is not None:
+        run = replace(run, setup=run.setup.replaced(epochs=flat(meta["setup"])["epochs"]))
     if run.setup.temperature.tau is None and run.solver is None:
         run = with_tau(run, flat(meta["setup"])["tau"])
     run_folder.check_same(folder, run_folder.description(run, split, source), run.setup)

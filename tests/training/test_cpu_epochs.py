@@ -1,0 +1,72 @@
+"""`default` trains fewer epochs on a CPU, unless epochs are set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparring import build, fit, split
+from sparring.core.errors import UserError
+from sparring.core.types import ALONE
+from sparring.data import Split
+from sparring.data.synthetic_world import make_world
+from sparring.training.fitting import _with_epochs
+from sparring.training.loop import TrainingProgress
+
+SMALL = {"dim": 4, "batch_size": 64, "eval_every": 1, "tau": 0.2, "closed_form": 0, "cpu_epochs": 3}
+
+
+@pytest.fixture(scope="module")
+def parts() -> Split:
+    return split(make_world(queries=60, items=40, seed=1).interactions, "random", valid=0.2, test=0.2, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "on_gpu"), [({}, 3, 32), ({"cpu_epochs": None}, 32, 32), ({"epochs": 5}, 5, 5)]
+)
+def test_a_device_has_its_epochs_and_epochs_that_are_set_are_kept(
+    parts: Split, given: dict[str, object], on_cpu: int, on_gpu: int
+) -> None:
+    run = build("default", parts.train, {**SMALL, **given})
+    for kind, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
+        assert _with_epochs(run, None, False, torch.device(kind), ALONE).setup.training.epochs == expected
+
+
+def test_a_run_records_its_epochs_and_resumes_with_them_on_any_device(parts: Split, tmp_path: Path) -> None:
+    """A stopped run ends as one that was not, which here chooses the epoch of a refit."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(record: dict[str, object]) -> bool:
+        if record["epoch"] == 2:
+            raise Stop
+        return True
+
+    whole = fit(build("default", parts.train, SMALL), parts, k=(5,), device="cpu", refit=True)
+    assert whole.selection is not None
+    assert len(whole.selection.history) == 3
+    out = tmp_path / "run"
+    with pytest.raises(Stop):
+        fit(
+            build("default", parts.train, SMALL),
+            parts,
+            out,
+            k=(5,),
+            device="cpu",
+            save_seconds=0,
+            progress=TrainingProgress(epoch=stop),
+        )
+    assert json.loads((out / "run.json").read_text())["setup"]["training"]["epochs"] == 3
+    run = build("default", parts.train, SMALL)
+    assert _with_epochs(run, out, True, torch.device("cuda"), ALONE).setup.training.epochs == 3
+    again = fit(run, parts, out, resume=True, k=(5,), device="cpu")
+    assert [each["loss"] for each in again.history] == [each["loss"] for each in whole.selection.history]
+
+
+def test_no_epochs_are_an_error(parts: Split) -> None:
+    with pytest.raises((ValueError, UserError), match="at least 1, or none; got 0"):
+        build("default", parts.train, {"cpu_epochs": 0})
