@@ -59,7 +59,7 @@ def bucket(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     where = f"http://127.0.0.1:{port}"
     with subprocess.Popen([program, "-p", str(port)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as server:
         try:
-            create_bucket(f"{where}/shop")
+            create_bucket(f"{where}/shop", server)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("AWS_ACCESS_KEY_ID", "me")
                 patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -71,14 +71,16 @@ def bucket(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             server.terminate()
 
 
-def create_bucket(where: str) -> None:
-    """Create a bucket as soon as its server answers."""
+def create_bucket(where: str, server: subprocess.Popen[bytes]) -> None:
+    """Create a bucket as soon as its server answers; skip if it has ended."""
     signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=me/20260101/us-east-1/s3/aws4_request"}
     request = urllib.request.Request(where, method="PUT", headers=signed)
     for attempt in range(300):
         try:
             return urllib.request.urlopen(request).close()
         except urllib.error.URLError:
+            if server.poll() is not None:
+                pytest.skip(f"moto_server does not start here: it ended with {server.returncode}")
             if attempt == 299:
                 raise
             time.sleep(0.1)
