@@ -13,9 +13,9 @@ package wordllama, `minilm` all-MiniLM-L6-v2 from its package; a folder is any o
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -110,7 +110,7 @@ def trained(
 ) -> list[float]:
     """Train; returns the times at which steps ended."""
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
 
     ended: list[float] = []
 
@@ -137,14 +137,16 @@ def trained(
             dataloader_drop_last=True,
         )
         own = isinstance(loss, NegativesLoss)
-        SentenceTransformerTrainer(
+        trainer = SentenceTransformerTrainer(
             model=model,
             args=settings,
             train_dataset=dataset,
             loss=loss,
             data_collator=TextIds(loss, settings) if own else None,
             callbacks=[Clock(), *([refreshing(loss)] if own else [])],
-        ).train()
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     return ended
 
 
@@ -210,6 +212,18 @@ CASES = {
 }
 
 
+def _memory(device: str, peak: bool) -> int:
+    """Bytes in use now, from where the peak then counts, or their peak; of a process on Linux, or of the GPU."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+    if not peak:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    name = "VmHWM:" if peak else "VmRSS:"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
 def child(args: argparse.Namespace) -> None:
     """Some steps of one case; prints seconds of a step and bytes."""
     import datasets
@@ -226,10 +240,9 @@ def child(args: argparse.Namespace) -> None:
     else:
         settings = {} if chunk is None else {"mini_batch_size": chunk}
         loss = getattr(theirs, name)(model, scale=1 / args.tau, **settings)
-    cuda = args.device != "cpu"
-    before = torch.cuda.memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = _memory(args.device, peak=False)
     ended = trained(model, dataset, loss, args, 0, args.speed_steps, batch)
-    after = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    after = _memory(args.device, peak=True)
     print(json.dumps({"step": float(np.median(np.diff(ended))), "bytes": after - before}))
 
 
