@@ -193,7 +193,7 @@ def draw(found: dict[str, dict[str, list[Point]]], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
 
 
 def known(path: Path | None, name: str, run: str) -> list[Point]:
