@@ -16,7 +16,8 @@ from sparring.data.synthetic_world import make_world
 from sparring.training.fitting import _with_epochs
 from sparring.training.loop import TrainingProgress
 
-SMALL = {"dim": 4, "batch_size": 64, "eval_every": 1, "tau": 0.2, "closed_form": 0, "cpu_epochs": 3}
+SMALL = {"dim": 4, "batch_size": 64, "eval_every": 1, "tau": 0.2, "closed_form": 0}
+SHORT = {**SMALL, "cpu_epochs": 3}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,8 @@ def parts() -> Split:
 
 
 @pytest.mark.parametrize(
-    ("given", "on_cpu", "on_gpu"), [({}, 3, 32), ({"cpu_epochs": None}, 32, 32), ({"epochs": 5}, 5, 5)]
+    ("given", "on_cpu", "on_gpu"),
+    [({"cpu_epochs": 3}, 3, 32), ({"cpu_epochs": None}, 32, 32), ({"epochs": 5}, 5, 5), ({"epochs": 32}, 32, 32)],
 )
 def test_a_device_has_its_epochs_and_epochs_that_are_set_are_kept(
     parts: Split, given: dict[str, object], on_cpu: int, on_gpu: int
@@ -46,13 +48,13 @@ def test_a_run_records_its_epochs_and_resumes_with_them_on_any_device(parts: Spl
             raise Stop
         return True
 
-    whole = fit(build("default", parts.train, SMALL), parts, k=(5,), device="cpu", refit=True)
+    whole = fit(build("default", parts.train, SHORT), parts, k=(5,), device="cpu", refit=True)
     assert whole.selection is not None
     assert len(whole.selection.history) == 3
     out = tmp_path / "run"
     with pytest.raises(Stop):
         fit(
-            build("default", parts.train, SMALL),
+            build("default", parts.train, SHORT),
             parts,
             out,
             k=(5,),
@@ -61,7 +63,7 @@ def test_a_run_records_its_epochs_and_resumes_with_them_on_any_device(parts: Spl
             progress=TrainingProgress(epoch=stop),
         )
     assert json.loads((out / "run.json").read_text())["setup"]["training"]["epochs"] == 3
-    run = build("default", parts.train, SMALL)
+    run = build("default", parts.train, SHORT)
     assert _with_epochs(run, out, True, torch.device("cuda"), ALONE).setup.training.epochs == 3
     again = fit(run, parts, out, resume=True, k=(5,), device="cpu")
     assert [each["loss"] for each in again.history] == [each["loss"] for each in whole.selection.history]
