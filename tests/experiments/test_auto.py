@@ -307,7 +307,7 @@ def epochs_of(choice: Choice) -> dict[str, int]:
 
 def test_killed_in_the_refit(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped within an epoch of the refit, it goes on from its checkpoint to the same model and the same record."""
-    family = Family("tables", "tables", (), quick(epochs=8, n=16) | {"tau": 0.2})
+    family = Family("tables", "tables", (), quick(epochs=8, n=16) | {"tau": 0.2, "lr": 0.01})
     monkeypatch.setattr(contenders_module, "FAMILIES", (family,))
     monkeypatch.setattr(search_module, "_SAVED", 0.0)
     alone = chosen(parts, tmp_path / "alone", budget=2)

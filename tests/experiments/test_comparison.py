@@ -122,11 +122,15 @@ def test_cheap_baselines_have_rows_without_tests(done: tuple[Path, list[str]], s
     assert list(plan.read_baselines("tiny")) == names
     assert list(dataclasses.replace(plan, recipes=("uns", "popularity")).read_baselines("tiny")) == names[1:]
     assert dataclasses.replace(plan, cheap_baselines=False).read_baselines("tiny") == {}
-    told = "\n".join(comparison_tables.notes(plan, comparison_tables.quality(plan).rows))
+    rows = comparison_tables.quality(plan).rows
+    told = "\n".join(comparison_tables.notes(plan, rows))
     means = {row["recipe"]: row["mean"] for row in table(out, "quality") if row["metric"] == "ndcg@10"}
+    line = f"ndcg@10 is behind popularity, a cheap baseline ({means['popularity']:.4f}): "
     behind = [name for name in ("uns", "ssl_pop") if means[name] < 0.99 * means["popularity"]]
-    assert behind
-    assert f"ndcg@10 is behind popularity, a cheap baseline ({means['popularity']:.4f}): {', '.join(behind)}" in told
+    assert (line + ", ".join(behind) in told) if behind else (line not in told)
+    worse = [{**row, "mean": 0.5 * means["popularity"]} if row["recipe"] == "ssl_pop" else row for row in rows]
+    lower = [*behind, *({"ssl_pop"} - {*behind})]
+    assert line + ", ".join(lower) in "\n".join(comparison_tables.notes(plan, worse))
     for recipe in ("uns", "ssl_pop"):
         last = any(result_json(out / "tiny" / recipe / str(seed))["best_is_last"] for seed in range(SEEDS))
         assert last == (recipe in told.partition("more epochs may do better")[2].partition("\n")[0])
