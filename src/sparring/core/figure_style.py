@@ -23,7 +23,7 @@ def style() -> AbstractContextManager[Any]:
     Lines take our colours in their order, text stays text in SVG, "$" is literal, ids are deterministic.
     """
     import matplotlib
-    from cycler import cycler
+    from matplotlib.rcsetup import cycler
 
     settings: dict[Any, Any] = dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
