@@ -52,6 +52,7 @@ SLOW = (
     "serving/http/test_page.py",
     "serving/test_bit_rot.py::test_one_flipped_bit",
     "serving/test_export_databases.py",
+    "test_notebooks.py::test_the_cells_run",
     "test_wheel.py",
     "training/test_lock.py",
     "training/test_matrix.py",

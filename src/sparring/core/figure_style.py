@@ -18,8 +18,12 @@ WIDTH = 6.4  # inches
 
 
 def style() -> AbstractContextManager[Any]:
-    """The style in which a figure is drawn and saved: text stays text in SVG, "$" is literal, ids are deterministic."""
+    """The style in which a figure is drawn and saved.
+
+    Lines take our colours in their order, text stays text in SVG, "$" is literal, ids are deterministic.
+    """
     import matplotlib
+    from matplotlib.rcsetup import cycler
 
     settings: dict[Any, Any] = dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
@@ -30,6 +34,7 @@ def style() -> AbstractContextManager[Any]:
         "text.parse_math": False,
         "font.size": 10,
         "legend.frameon": False,
+        "axes.prop_cycle": cycler(color=COLOURS),
     }
     return matplotlib.rc_context(settings)
 
