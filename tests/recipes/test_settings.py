@@ -14,7 +14,6 @@ from sparring.data.interactions import Split
 from sparring.models.settings import ModelSettings
 from sparring.recipes import PAPER, RECIPES, xir
 from sparring.recipes.finding import find
-from sparring.recipes.in_batch import USUAL
 from sparring.recipes.run import OWN
 from sparring.recipes.settings import build, given, known, own_arguments, own_setup, resolve
 from sparring.recipes.setup import GROUPS, SETTINGS, Setup, check, find_setting, flat_name, parse, parse_setup
@@ -212,7 +211,7 @@ def test_build_remembers_the_recipe_and_its_resolved_arguments(parts: Split) -> 
     run = build("xir", parts.train, {"lam": "0.2", "cache_size": "64", "lr": "0.02", "hidden": "8,4"})
     assert run.recipe == "xir"
     assert run.arguments == {"lam": 0.2, "cache_size": 64, "n": None, "draw": "expected", "form": "paper"}
-    assert run.setup == USUAL.replaced(lr=0.02, hidden=(8, 4))
+    assert run.setup == PAPER.replaced(lr=0.02, hidden=(8, 4))
     assert [term.weight for term in run.terms] == [0.8, 0.2]
     assert build("full-softmax", parts.train).recipe == "full_softmax"
 
@@ -320,8 +319,8 @@ def test_every_setting_has_one_flat_name_one_dotted_name_and_a_description() -> 
 def test_a_setting_is_set_by_its_flat_or_its_dotted_name(flat: str, dotted: str, parts: Split) -> None:
     """`--set dim=8` and `--set model.dim=8` are equivalent, as text and as values, and change nothing else."""
     named = [build("xir", parts.train, {name: value}).setup for name in (flat, dotted) for value in (8, "8")]
-    assert named[0] == named[1] == named[2] == named[3] == USUAL.replaced(**{flat: 8})
-    assert {name for name, value in named[0].flat().items() if value != USUAL.flat()[name]} == {flat}
+    assert named[0] == named[1] == named[2] == named[3] == PAPER.replaced(**{flat: 8})
+    assert {name for name, value in named[0].flat().items() if value != PAPER.flat()[name]} == {flat}
 
 
 def test_a_dotted_name_reaches_a_setting_that_an_argument_hides(parts: Split) -> None:

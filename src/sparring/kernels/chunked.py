@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparring.kernels.native import function
+from sparring.kernels.native import function, plain
 from sparring.kernels.reference import ExcludedKeys, ExcludedPairs
 
 STORE = 1 << 26  # elements of (B, C) kept for the backward pass: 256 MiB in float32
@@ -183,7 +183,7 @@ class _Blocks:
 
 def _kernel(q: Tensor, emb: Tensor, log_w: Tensor, draws: float | None) -> Callable[..., int] | None:
     """The native kernel for these tensors, if there is one."""
-    if q.device.type != "cpu" or not q.dtype == emb.dtype == log_w.dtype == torch.float32 or not len(emb):
+    if not plain(q, emb, log_w) or not q.dtype == emb.dtype == log_w.dtype == torch.float32 or not len(emb):
         return None
     return function(*(("logsumexp", "pllplppllplppp") if draws is None else ("logsumexp_draws", "pllpdppllplpppp")))
 

@@ -31,7 +31,7 @@ from sparring.negatives import (
 from sparring.negatives.quantized import Codebook
 from sparring.negatives.synthetic import MixPer
 from sparring.recipes.arguments import Corrected, Excluded, OneOf, PerQuery, Range, UniformDraws
-from sparring.recipes.in_batch import USUAL, item_frequency, uniform, with_pairs
+from sparring.recipes.in_batch import PAPER, item_frequency, uniform, with_pairs
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup, epoch_steps
 
@@ -123,7 +123,7 @@ def amns(
 
 def bmns(
     data: Interactions,
-    setup: Setup = USUAL.replaced(lr=0.01),
+    setup: Setup = PAPER.replaced(lr=0.01),
     *,
     n: Annotated[int, "random mixtures of the batch's items"] = 2048,
     share: Annotated[float, Range(0.05, 0.8), "weight of the in-batch term, between 0 and 1"] = 0.2,

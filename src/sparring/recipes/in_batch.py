@@ -51,8 +51,6 @@ PAPER = Setup.of(
     precision="float32",
 )  # Chen et al. 2022, section 4 and appendix; tables start at N(0, 1)
 
-USUAL = PAPER.replaced(precision="auto")  # the same as users meet it; reproductions run PAPER
-
 SMALLEST = 512  # rows of a batch of `default`, however small the data
 MOST_NUMBERS = 1 << 28  # in the table of a closed form
 
@@ -75,6 +73,7 @@ DEFAULT = Setup.of(
     schedule="cosine",
     eval_every=4,
     patience=None,
+    precision="auto",
 )
 
 
@@ -197,7 +196,7 @@ def bpr(
     return compose(data, setup, Term(1.0, negatives, bpr_loss))
 
 
-def ssl(data: Interactions, setup: Setup = USUAL, *, form: AsIn = "paper") -> Run:
+def ssl(data: Interactions, setup: Setup = PAPER, *, form: AsIn = "paper") -> Run:
     """In-batch softmax without correction (SSL): the other positives of the batch.
 
     Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, table 2 (baseline).
@@ -205,7 +204,7 @@ def ssl(data: Interactions, setup: Setup = USUAL, *, form: AsIn = "paper") -> Ru
     return compose(data, setup, Term(1.0, InBatch(exclude=masking(form))))
 
 
-def ssl_pop(data: Interactions, setup: Setup = USUAL, *, form: AsIn = "paper", correction: Corrected = "both") -> Run:
+def ssl_pop(data: Interactions, setup: Setup = PAPER, *, form: AsIn = "paper", correction: Corrected = "both") -> Run:
     """In-batch softmax corrected by item popularity (SSL-Pop, logQ).
 
     Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, equation 3.
@@ -215,7 +214,7 @@ def ssl_pop(data: Interactions, setup: Setup = USUAL, *, form: AsIn = "paper", c
 
 def g_tower(
     data: Interactions,
-    setup: Setup = USUAL,
+    setup: Setup = PAPER,
     *,
     form: AsIn = "paper",
     alpha: Annotated[
@@ -235,7 +234,7 @@ def g_tower(
     return compose(data, setup, Term(1.0, InBatch(frequency, correction, masking(form))))
 
 
-def mns(data: Interactions, setup: Setup = USUAL, *, n: UniformDraws = 2048, form: AsIn = "paper") -> Run:
+def mns(data: Interactions, setup: Setup = PAPER, *, n: UniformDraws = 2048, form: AsIn = "paper") -> Run:
     """In-batch and uniform negatives mixed, corrected by the mixture (MNS).
 
     form="paper" leaves the positive uncorrected (equation 5); "release" corrects it by popularity alone, as the XIR
@@ -251,7 +250,7 @@ def mns(data: Interactions, setup: Setup = USUAL, *, n: UniformDraws = 2048, for
 
 def debiased_mns(
     data: Interactions,
-    setup: Setup = USUAL,
+    setup: Setup = PAPER,
     *,
     n: UniformDraws = 2048,
     per_query: PerQuery = False,
@@ -267,7 +266,7 @@ def debiased_mns(
 
 def bir(
     data: Interactions,
-    setup: Setup = USUAL,
+    setup: Setup = PAPER,
     *,
     n: Annotated[int | None, "redraws for each query; none: as many as the batch has items"] = None,
     draw: Redrawn = "expected",
@@ -283,7 +282,7 @@ def bir(
 
 def xir(
     data: Interactions,
-    setup: Setup = USUAL,
+    setup: Setup = PAPER,
     *,
     lam: Annotated[float, Range(0.0, 1.0), "weight of the cache term, between 0 and 1"] = 0.5,
     cache_size: Annotated[int, "items of the cache"] = 2048,
@@ -308,7 +307,7 @@ def xir(
 
 def cbns(
     data: Interactions,
-    setup: Setup = USUAL.replaced(dim=64, batch_size=128, init_std=0.1, weight_decay=1e-6, lr_decay=1.0, patience=20),
+    setup: Setup = PAPER.replaced(dim=64, batch_size=128, init_std=0.1, weight_decay=1e-6, lr_decay=1.0, patience=20),
     *,
     size: Annotated[int, "vectors that the memory holds"] = 2432,
     opens: Annotated[int | None, "steps before the memory starts to fill; none: 40,000 or a tenth of all"] = None,
@@ -327,7 +326,7 @@ def cbns(
     return compose(data, setup, Term(1.0, Union(InBatch(pop), memory, correction=correction)))
 
 
-def full_softmax(data: Interactions, setup: Setup = USUAL) -> Run:
+def full_softmax(data: Interactions, setup: Setup = PAPER) -> Run:
     """Softmax over the complete catalogue: no sampling, the target that sampled losses estimate.
 
     Covington et al., Deep Neural Networks for YouTube Recommendations, RecSys 2016 (the exact loss they sample).

@@ -72,7 +72,7 @@ class TrainingSettings:
     warmup: int = setting(0, "steps in which the learning rate rises from 0", at_least=0)
     clip: float | None = setting(None, "largest norm of a gradient; none does not clip", positive=True)
     precision: Literal["auto", "float32", "tf32", "bf16"] = setting(
-        "auto",
+        "tf32",
         "precision of matrix products: auto is tf32 on a GPU, and on a CPU bf16 for gradients where it has that; "
         "bf16 on a GPU is autocast",
     )

@@ -65,7 +65,6 @@ SETUP = Setup.of(
     lr=2e-4,
     patience=5,
     select="recall@50",
-    precision="tf32",
 )
 TAUS = (0.25, 0.4, 0.15)  # among the first trials: the paper's 0.05 is low for most data
 PROTOCOL = SplitProtocol(
@@ -504,7 +503,6 @@ COST_SETUP = Setup.of(
     optimizer="row-adam",
     lr=2e-4,
     patience=None,
-    precision="tf32",
 )
 
 

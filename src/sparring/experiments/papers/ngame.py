@@ -55,7 +55,7 @@ from sparring.recipes import settings
 from sparring.recipes.extreme import LABELS
 from sparring.recipes.text import default_encoder, text_setup
 
-SETUP = LABELS.replaced(batch_size=1600, epochs=30, select="ndcg@5", clf_epochs=30, precision="tf32")
+SETUP = LABELS.replaced(batch_size=1600, epochs=30, select="ndcg@5", clf_epochs=30)
 PROTOCOL = SplitProtocol(
     "auto", valid=0.05, one_split=True, metrics=("precision_xc", "ndcg_xc", "recall_xc", "psp"), cutoffs=(1, 5, 100)
 )

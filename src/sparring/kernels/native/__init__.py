@@ -8,6 +8,6 @@ torch code instead, which computes the same function.
 
 from __future__ import annotations
 
-from sparring.kernels.native.library import function
+from sparring.kernels.native.library import function, plain
 
-__all__ = ["function"]
+__all__ = ["function", "plain"]

@@ -28,6 +28,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 active = os.environ.get("SPARRING_NATIVE", "1") != "0"  # tests and benchmarks switch it off and on
@@ -68,6 +69,11 @@ def function(name: str, signature: str) -> Callable[..., int] | None:
             kernel.argtypes, kernel.restype = [_KINDS[letter] for letter in signature], ctypes.c_int
             _found[name] = kernel
     return _found[name]
+
+
+def plain(*tensors: Tensor) -> bool:
+    """Whether tensors have memory that a kernel can read: of the CPU, and none of a tracer's that only have shapes."""
+    return all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in tensors)
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparring.kernels.native.library import function
+from sparring.kernels.native.library import function, plain
 
 Excluded = Literal["none", "positive", "known"]
 _KINDS: tuple[Excluded, ...] = ("none", "positive", "known")
@@ -16,8 +16,8 @@ _NAME = "pairwise", "ppppplllllppififpppp"
 
 def available(*tables: Tensor) -> bool:
     """Whether the kernel is there and takes these tables."""
-    plain = all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tables)
-    return plain and function(*_NAME) is not None
+    fits = plain(*tables) and all(t.dtype == torch.float32 and t.is_contiguous() for t in tables)
+    return fits and function(*_NAME) is not None
 
 
 def pairwise(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparring.kernels.native.library import function
+from sparring.kernels.native.library import function, plain
 
 _PANEL = 16  # items
 _WIDEST = 1024  # dimensions whose sums a float32 holds exactly
@@ -93,7 +93,7 @@ def inner_products(q: Tensor, items: Tensor, ids: Tensor) -> Tensor | None:
     """(B, C): the inner products of queries (B, D) with items[ids], summed in float64 and rounded once."""
     kernel = function("inner_products", "ppppllll")
     shapes = q.shape[1] == items.shape[1] and len(q) == len(ids)
-    if kernel is None or not shapes or not _fits(q, items) or ids.device.type != "cpu":
+    if kernel is None or not shapes or not _fits(q, items) or not plain(ids):
         return None
     ids = ids.long().contiguous()
     out = q.new_empty(ids.shape)
@@ -103,4 +103,4 @@ def inner_products(q: Tensor, items: Tensor, ids: Tensor) -> Tensor | None:
 
 
 def _fits(*tensors: Tensor) -> bool:
-    return all(t.dtype == torch.float32 and t.is_contiguous() and t.device.type == "cpu" for t in tensors)
+    return plain(*tensors) and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)

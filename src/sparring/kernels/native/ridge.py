@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, empty, float32, float64
 
-from sparring.kernels.native.library import function
+from sparring.kernels.native.library import function, plain
 
 TOLERANCE = 1e-5  # of the residual, relative to the right side, both in the norm of the preconditioner
 
@@ -18,7 +18,7 @@ def ridge(
     the start and takes the solutions. Returns u . (sum w x + residual) (n,) in float64.
     """
     floats = [table, shared, added, out, *(() if weight is None else (weight,))]
-    if not all(t.dtype == float32 and t.is_contiguous() and t.device.type == "cpu" for t in floats):
+    if not (plain(*floats) and all(t.dtype == float32 and t.is_contiguous() for t in floats)):
         return None
     kernel = function("ridge", "ppppppppllld")
     if kernel is None:

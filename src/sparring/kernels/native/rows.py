@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from torch import Tensor, float32, int64
 
-from sparring.kernels.native.library import function
+from sparring.kernels.native.library import function, plain
 
 _MOST = 1 << 31  # places of a batch are 32-bit numbers
 
 
 def _fits(index: Tensor, *tensors: Tensor) -> bool:
     return (
-        index.device.type == "cpu"
+        plain(index, *tensors)
         and index.dtype == int64
         and len(index) < _MOST
-        and all(t.dtype == float32 and t.is_contiguous() and t.device.type == "cpu" for t in tensors)
+        and all(t.dtype == float32 and t.is_contiguous() for t in tensors)
     )
 
 

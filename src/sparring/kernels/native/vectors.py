@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparring.kernels.native.library import function
+from sparring.kernels.native.library import function, plain
 
 _UNIT, _UNIT_BACKWARD = ("unit_rows", "pplllpipfpp"), ("unit_rows_backward", "pppllipfp")
 _DOTS, _DOTS_BACKWARD = ("row_dots", "ppllp"), ("row_dots_backward", "pppllpp")
@@ -20,7 +20,7 @@ _DOTS, _DOTS_BACKWARD = ("row_dots", "ppllp"), ("row_dots_backward", "pppllpp")
 
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors."""
-    return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+    return plain(*tensors) and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
 
 
 def unit_rows(
