@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import sparring
 from sparring.cli import doctor, main
 from sparring.core import devices
+from sparring.kernels.native import library
 
 Report = dict[str, Any]
 
@@ -102,3 +104,17 @@ def test_settings_that_harm(
     assert lines
     assert all(mention in line or "disk" in line for line in lines)
     assert any(mention in line for line in lines)
+
+
+def test_native_kernels_say_why_they_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a compiler, in a folder that others may write to, and where they are switched off."""
+    monkeypatch.setenv("SPARRING_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "active", True)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no C++ compiler: no-such-compiler" in doctor.tools([])["native kernels"]
+    monkeypatch.setenv("CXX", "true")
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native").chmod(0o777)
+    assert "chmod go-w" in doctor.tools([])["native kernels"]
+    monkeypatch.setattr(library, "active", False)
+    assert doctor.tools([])["native kernels"] == "off: SPARRING_NATIVE=0"

@@ -162,7 +162,21 @@ def tools(problems: Problems) -> Facts:
     """Programs that parts of Sparring use where they are: a C++ compiler, and what it compiled."""
     names = filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++", "cl"))
     compiler = next(filter(None, map(shutil.which, names)), None)
-    return {"compiler": _first_line([compiler, "--version"]) if compiler else "none"}
+    first = _first_line([compiler, "--version"]) if compiler else "none"
+    return {"compiler": first, "native kernels": _native_kernels()}
+
+
+def _native_kernels() -> str:
+    """Whether the CPU kernels run, and where they are; if not, the reason."""
+    from sparring.kernels.native import library
+
+    if not library.active:
+        return "off: SPARRING_NATIVE=0"
+    try:
+        library.opened(library.folder())
+    except library.PROBLEMS as problem:
+        return f"off, training on a CPU is slower: {problem}"
+    return f"on, in {_short(library.folder())}"
 
 
 SECTIONS: dict[str, Callable[[Problems], Facts]] = {

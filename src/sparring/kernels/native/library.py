@@ -46,6 +46,7 @@ FLAGS = (
     "-fno-semantic-interposition",
 )
 PROCESSOR = ("-march=native", "-mcpu=native")  # the first is for x86, the second for compilers that want it on ARM
+PROBLEMS = (OSError, RuntimeError, subprocess.SubprocessError)  # of compiling and loading
 SECONDS = 300  # after which a compiler counts as stuck
 _KINDS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float, "d": ctypes.c_double}
 _loading = threading.Lock()
@@ -80,8 +81,8 @@ def plain(*tensors: Tensor) -> bool:
 def library() -> ctypes.CDLL | None:
     """The library of all kernels, compiled if need be; None, with one line that says why, if that fails."""
     try:
-        return _library(folder())
-    except (OSError, RuntimeError, subprocess.SubprocessError) as problem:
+        return opened(folder())
+    except PROBLEMS as problem:
         log.info("native kernels are off (%s): PyTorch's take their place, and training is slower", problem)
         return None
 
@@ -93,7 +94,8 @@ def folder() -> Path:
     return (Path(home) if home else Path(base) / "sparring") / "native"
 
 
-def _library(where: Path) -> ctypes.CDLL:
+def opened(where: Path) -> ctypes.CDLL:
+    """The library in a folder, compiled if need be; raises one of PROBLEMS if that fails."""
     compiler = _compiler()
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owner(where)
