@@ -44,7 +44,7 @@ def topk_percpos(
     Moreira et al., NV-Retriever: Improving Text Embedding Models with Effective Hard-Negative Mining, arXiv 2407.15831.
     """
     mined = Unless(_nearest(data, n, k, every, start), open_guide(guide, data), relative=relative)
-    return compose(data, setup, Term(1.0, Union(InBatch(exclude="known"), mined)))
+    return _with_batch(data, setup, mined)
 
 
 def topk_marginpos(
@@ -63,7 +63,7 @@ def topk_marginpos(
     Moreira et al., NV-Retriever: Improving Text Embedding Models with Effective Hard-Negative Mining, arXiv 2407.15831.
     """
     mined = Unless(_nearest(data, n, k, every, start), open_guide(guide, data), margin=margin)
-    return compose(data, setup, Term(1.0, Union(InBatch(exclude="known"), mined)))
+    return _with_batch(data, setup, mined)
 
 
 def gist(
@@ -106,6 +106,11 @@ def rocketqa(
         mined = Unless(nearest, judge, margin=0.0)
     else:
         mined = Unless(nearest, judge, most=PROBABILITY if most is None else most)
+    return _with_batch(data, setup, mined)
+
+
+def _with_batch(data: Interactions, setup: Setup, mined: Unless) -> Run:
+    """Mined negatives beside those of the batch."""
     return compose(data, setup, Term(1.0, Union(InBatch(exclude="known"), mined)))
 
 
