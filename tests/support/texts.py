@@ -33,6 +33,14 @@ WORDS = [
 ]
 
 
+def sentence_folder(out: Path) -> Path:
+    """A tiny BERT without dropout, as sentence-transformers saves it: the mean over tokens."""
+    from sentence_transformers import SentenceTransformer
+
+    SentenceTransformer(str(tiny_bert(out / "bert", dropout=0.0)), device="cpu").save(str(out / "model"))
+    return out / "model"
+
+
 def text_parts() -> Split:
     """60 queries and 40 items with texts of 0 to 8 words: items name their category, queries those of their items."""
     data = make_world(60, 40, exposure=0.5, relevant=0.4, seed=3).interactions

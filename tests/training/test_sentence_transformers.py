@@ -15,7 +15,7 @@ from sparring.negatives import Cache, InBatch, Memory, QuantizedSoftmax, Resampl
 from sparring.recipes import item_frequency
 from sparring.training.sentence_transformers import NegativesLoss, hard_negatives, in_batch, pairs_of
 from sparring.training.text_batches import text_keys
-from support.texts import WORDS, tiny_bert
+from support.texts import WORDS, sentence_folder
 
 library = pytest.importorskip("sentence_transformers")
 losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
@@ -26,10 +26,7 @@ TAU = 0.1
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny BERT without dropout, as sentence-transformers saves it: the mean over tokens."""
-    out = tmp_path_factory.mktemp("sentence")
-    library.SentenceTransformer(str(tiny_bert(out / "bert", dropout=0.0)), device="cpu").save(str(out / "model"))
-    return out / "model"
+    return sentence_folder(tmp_path_factory.mktemp("sentence"))
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from sparring.training.sentence_transformers import NegativesLoss, in_batch, pai
 from sparring.training.text_trainer import Clustered, TextIds, refreshing
 from support.ports import free_port
 from support.text_ranks import all_trained, rows_of, trained
-from support.texts import WORDS, tiny_bert
+from support.texts import WORDS, sentence_folder, tiny_bert
 
 library = pytest.importorskip("sentence_transformers")
 losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
@@ -34,10 +34,7 @@ TAU = 0.1
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny BERT without dropout, as sentence-transformers saves it."""
-    out = tmp_path_factory.mktemp("sentence")
-    library.SentenceTransformer(str(tiny_bert(out / "bert", dropout=0.0)), device="cpu").save(str(out / "model"))
-    return out / "model"
+    return sentence_folder(tmp_path_factory.mktemp("sentence"))
 
 
 @pytest.fixture
