@@ -81,7 +81,7 @@ Round = Literal["short", "complete"]
 
 @dataclass(frozen=True)
 class Terms:
-    """What a training may take."""
+    """The limits of a training."""
 
     epochs: int  # of its schedule
     least: int  # epochs that are worth a training
@@ -273,7 +273,7 @@ class Search:
         return sum(trial.status != "skipped" for trial in self.trials)
 
     def _terms(self, contender: Contender, which: Round, share: float) -> Terms:
-        """What a training of a contender may take now."""
+        """The limits of a contender's training, as of now."""
         most = contender.short if which == "short" else contender.epochs
         if self.budget.seconds is None:
             return Terms(most, most, math.inf)

@@ -1,4 +1,4 @@
-"""What SentenceTransformerTrainer needs beside NegativesLoss: a collator, a callback and a batch sampler.
+"""Parts of SentenceTransformerTrainer beside NegativesLoss: a collator, a callback and a batch sampler.
 
 args = SentenceTransformerTrainingArguments("out", batch_sampler=Clustered(loss, size=8), prompts={"query": "query: "})
 SentenceTransformerTrainer(model, args, dataset, loss=loss, data_collator=TextIds(loss, args),
