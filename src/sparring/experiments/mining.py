@@ -49,7 +49,7 @@ Progress = Callable[[str, int, int | None], None]
 
 @dataclass(frozen=True)
 class Mining:
-    """The settings of a mining: candidates from rank `first` to `last` (from 0, `last` excluded) and `n` of them for each pair.
+    """The settings of a mining: candidates of the ranks `first` to `last` (from 0, `last` excluded), `n` for each pair.
 
     `source` names one or more proposers: an encoder (bag, minilm, a folder), a run folder, or bm25. Several are joined
     by reciprocal ranks. The `guide` judges; it is the first source, unless named: another source, or a file or
