@@ -85,7 +85,7 @@ def read_run(
     """The lists (U, k) of a run file for the queries of a test part, as `evaluate_lists` takes them.
 
     They are ordered by score, as trec_eval orders them: equal scores by document id, descending; the column RANK is not
-    read. A query that the file lacks has an empty list. `note` gets a line about documents and queries that the data lacks.
+    read. A query that the file lacks has an empty list. `note` gets a line about ids that the data lacks.
     """
     file = Path(path)
     lines, _ = read_lines(file)
