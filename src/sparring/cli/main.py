@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = str(stop) or repeat
         what, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the launcher reports it, once for all ranks
+            if argv is None:  # the library that connects ranks aborts in an orderly exit while it waits for another
+                os._exit(code)
             return code
         return _fail(f"{what}{'; ' if hint else ''}{hint}", code)
     except BrokenPipeError:  # `sparring recipes | head`: the reader has gone, and so must the flush at exit
