@@ -1,10 +1,13 @@
-"""Sums of table rows by bags, against loops and dense gradients."""
+"""Sums of table rows by bags, and row-sparse gradients of dense tables, against loops and dense gradients."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from sparring.core.sparse_rows import bag_sums, lookup
+from sparring.core.sparse_rows import bag_sums, lookup, row_gradients
+from sparring.kernels.native import library
+from sparring.models.towers import IdTower
 
 
 def test_bag_sums_equal_a_loop_and_give_each_row_once() -> None:
@@ -33,3 +36,25 @@ def test_bag_sums_equal_a_loop_and_give_each_row_once() -> None:
     assert table.grad is not None
     torch.testing.assert_close(table.grad.to_dense(), dense.grad)
     assert sorted(table.grad._indices()[0].tolist()) == [1, 1, 4, 5, 6]
+
+
+@pytest.mark.parametrize("order", ["few, few", "few, all", "all, few"])
+def test_rows_of_a_dense_table(order: str) -> None:
+    """Inside `row_gradients` a few rows give a sparse gradient, and any sequence of lookups gives the dense sum."""
+    tower = IdTower(6, 3, sparse=False)
+    asked = {"few": torch.tensor([4, 1, 4]), "all": torch.arange(6)}
+    which = [asked[name] for name in order.split(", ")]
+    factors = [torch.randn(len(ids), 3) for ids in which]
+    want = torch.zeros(6, 3)
+    for ids, factor in zip(which, factors, strict=True):
+        for row, gradient in zip(ids.tolist(), factor, strict=True):
+            want[row] += gradient
+    for wanted in (True, False):
+        tower.weight.grad = None
+        with row_gradients(wanted):
+            for ids, factor in zip(which, factors, strict=True):
+                (tower(ids) * factor).sum().backward()
+        grad = tower.weight.grad
+        assert grad is not None
+        assert grad.is_sparse == (wanted and order == "few, few" and library.library() is not None)
+        torch.testing.assert_close(grad.to_dense(), want)

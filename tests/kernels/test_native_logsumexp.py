@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring import kernels
 from sparring.kernels import chunked, reference
 from sparring.kernels.chunked import half_gradients, multiplies_bfloat16
 from sparring.kernels.native import library
 from sparring.kernels.native.library import function
 from sparring.kernels.reference import ExcludedKeys, ExcludedPairs
 
-SHAPES = [(1, 1, 1), (5, 77, 3), (33, 130, 37)]
+SHAPES = [(1, 1, 1), (5, 77, 3), (33, 130, 37), (20, 150, 130), (50, 3000, 2)]  # the last: two blocks of queries
 
 
 @pytest.fixture(params=["native", "native, 2 threads", "half", "torch"], autouse=True)
@@ -63,7 +64,7 @@ def both(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Values, gradients by q and by emb, and draw counts: of the kernel and of the reference in float64."""
     results = []
-    for kernel, kind in ((chunked.weighted_logsumexp, q.dtype), (reference.weighted_logsumexp, torch.float64)):
+    for kernel, kind in ((kernels.weighted_logsumexp, q.dtype), (reference.weighted_logsumexp, torch.float64)):
         a, b = (x.detach().to(kind).requires_grad_() for x in (q, emb))
         counts = None if draws is None else torch.zeros(len(emb), dtype=kind)
         value = kernel(a, b, log_w.to(kind), places, draws, counts)
@@ -138,7 +139,7 @@ def test_other_memory_layouts_and_types(form: str) -> None:
 @pytest.mark.parametrize("draws", [None, 5.0])
 def test_recomputed_exponentials(form: str, draws: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond STORE elements the backward pass computes the exponentials again, in float32."""
-    monkeypatch.setattr(chunked, "STORE", 0)
+    monkeypatch.setattr(chunked, "STORE", 0)  # and eight queries at a time
     q, emb, g = problem((13, 31, 5))
     close(*both(q, emb, torch.randn(31, generator=g), None, draws), "native")
 
@@ -147,7 +148,7 @@ def test_a_second_backward_pass(form: str) -> None:
     """A second backward pass over one graph gives the gradients of the first."""
     q, emb, _ = problem((13, 31, 5))
     q.requires_grad_()
-    total = chunked.weighted_logsumexp(q, emb, torch.zeros(())).sum()
+    total = kernels.weighted_logsumexp(q, emb, torch.zeros(())).sum()
     first, second = (torch.autograd.grad(total, q, retain_graph=True)[0] for _ in range(2))
     assert float((first - second).norm()) <= 4e-3 * float(second.norm())
 

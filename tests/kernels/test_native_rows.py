@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparring.kernels.native import library
+from sparring.training.light_optimizers import Adam
 from sparring.training.row_optimizers import RowAdagrad, RowAdam, RowOptimizer
 
 N = 3000  # rows: two passes of the sort
@@ -34,7 +35,7 @@ def batches(d: int, size: int) -> list[Batch]:
     return [(i, torch.randn(len(i), d, generator=g)) for i in ids]
 
 
-def updated(rule: RowOptimizer, table: nn.Parameter, given: list[Batch]) -> Tensor:
+def updated(rule: RowOptimizer | Adam, table: nn.Parameter, given: list[Batch]) -> Tensor:
     for ids, values in given:
         table.grad = torch.sparse_coo_tensor(ids[None], values, table.shape, check_invariants=False)
         rule.step()
@@ -79,8 +80,39 @@ def test_row_adagrad(d: int, size: int) -> None:
     assert torch.allclose(updated(rule, table, batches(d, size)).double(), want, rtol=1e-6, atol=2e-7)
 
 
-@pytest.mark.parametrize("make", [RowAdam, RowAdagrad])
-def test_threads_change_no_bit(make: type[RowAdam] | type[RowAdagrad]) -> None:
+@pytest.mark.parametrize(("d", "size"), [(1, 50), (5, 0), (5, 1), (37, 400), (64, 700)])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adam_from_rows(d: int, size: int, decay: float) -> None:
+    """Every row moves as by Adam with L2 on the dense gradient: momentum and decay do not wait for a row's turn."""
+    table, (b1, b2), lr = a_table(d), (0.8, 0.95), 0.03
+    want, mean, square = table.detach().double(), torch.zeros(N, d).double(), torch.zeros(N, d).double()
+    for step, (ids, values) in enumerate(batches(d, size), start=1):
+        g = decay * want
+        for row, value in summed(ids, values).items():
+            g[row] += value
+        mean, square = b1 * mean + (1 - b1) * g, b2 * square + (1 - b2) * g**2
+        want = want - lr * (mean / (1 - b1**step)) / ((square / (1 - b2**step)).sqrt() + 1e-8)
+    rule = Adam([table], lr, (b1, b2), weight_decay=decay, fused=True)
+    assert torch.allclose(updated(rule, table, batches(d, size)).double(), want, rtol=1e-6, atol=3e-7)
+
+
+def test_adam_from_rows_and_dense_gradients_in_turn() -> None:
+    """Both kinds of gradient share one state: half the steps of each end where torch's own steps end."""
+    mine, theirs = a_table(7), a_table(7)
+    rules = Adam([mine], 0.01, weight_decay=0.1, fused=True), torch.optim.Adam([theirs], 0.01, weight_decay=0.1)
+    for turn, (ids, values) in enumerate(batches(7, 300)):
+        rows = torch.sparse_coo_tensor(ids[None], values, mine.shape, check_invariants=False)
+        mine.grad, theirs.grad = rows if turn != 1 else rows.to_dense(), rows.to_dense()
+        for rule in rules:
+            rule.step()
+    assert torch.allclose(mine, theirs, rtol=1e-6, atol=3e-7)
+    mine_state, their_state = (rule.state_dict()["state"][0] for rule in rules)
+    assert mine_state.keys() == their_state.keys()
+    assert float(mine_state["step"]) == 3
+
+
+@pytest.mark.parametrize("make", [RowAdam, RowAdagrad, Adam])
+def test_threads_change_no_bit(make: type[RowAdam] | type[RowAdagrad] | type[Adam]) -> None:
     """One and two threads give the same table, and so do two runs."""
     results, before = [], torch.get_num_threads()
     try:
@@ -94,8 +126,8 @@ def test_threads_change_no_bit(make: type[RowAdam] | type[RowAdagrad]) -> None:
     assert torch.equal(results[1], results[2])
 
 
-@pytest.mark.parametrize("make", [RowAdam, RowAdagrad])
-def test_expanded_and_transposed_gradients(make: type[RowAdam] | type[RowAdagrad]) -> None:
+@pytest.mark.parametrize("make", [RowAdam, RowAdagrad, Adam])
+def test_expanded_and_transposed_gradients(make: type[RowAdam] | type[RowAdagrad] | type[Adam]) -> None:
     """Gradients of stride 0 or with their axes swapped move the table as their contiguous copies do."""
     ids = torch.tensor([4, 2, 4, 9])
     expanded, swapped = torch.tensor([0.5]).expand(4, 6), torch.randn(6, 4).T
@@ -107,9 +139,9 @@ def test_expanded_and_transposed_gradients(make: type[RowAdam] | type[RowAdagrad
         )
 
 
-@pytest.mark.parametrize("make", [RowAdam, RowAdagrad])
+@pytest.mark.parametrize("make", [RowAdam, RowAdagrad, Adam])
 @pytest.mark.parametrize("row", [-1, N])
-def test_a_row_outside_the_table_is_an_error(make: type[RowAdam] | type[RowAdagrad], row: int) -> None:
+def test_a_row_outside_the_table_is_an_error(make: type[RowAdam] | type[RowAdagrad] | type[Adam], row: int) -> None:
     """No memory outside the table is written."""
     table = a_table(6)
     before = table.detach().clone()

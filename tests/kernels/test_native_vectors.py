@@ -1,21 +1,14 @@
-"""Unit vectors, inner products of rows and pairwise losses, native and torch's, against plain float64."""
+"""Unit vectors and inner products of rows, native and torch's, against plain float64."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from sparring.data.splits import split
-from sparring.data.synthetic_world import make_world
-from sparring.kernels.native import library, pairwise, vectors
-from sparring.losses import bpr, hinge
+from sparring.kernels.native import library, vectors
 from sparring.models.retriever import NORM_EPS, Retriever
 from sparring.models.towers import IdTower
-from sparring.recipes.settings import build
-from sparring.training.loop import Trainer, TrainingProgress
 
 
 @pytest.fixture(params=["native", "torch"], autouse=True)
@@ -89,86 +82,8 @@ def test_inner_products_of_rows(form: str) -> None:
         assert torch.allclose(a.grad, torch.arange(5.0).unsqueeze(1) * b.detach())
 
 
-@pytest.mark.parametrize("margin", [None, 0.3])
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("exclude", ["none", "positive", "known"])
-def test_pairwise_losses(form: str, margin: float | None, n: int, exclude: pairwise.Excluded) -> None:
-    """Losses and gradients equal loops over named negatives; a query whose negatives are all excluded has none."""
-    if form == "torch":
-        return  # the general step is the torch form: see the next test
-    g = torch.Generator().manual_seed(2)
-    users, items = (torch.randn(rows, 5, generator=g) for rows in (6, 8))
-    q, positive = torch.tensor([0, 5, 2, 2]), torch.tensor([1, 7, 0, 3])
-    negative = torch.randint(8, (4, n), generator=g)
-    negative[0] = 1
-    lists = [[1, 2], [], [0, 3, 5], [], [], [7]]
-    known = torch.tensor([0, 2, 2, 5, 5, 5, 6]), torch.tensor([1, 2, 0, 3, 5, 7], dtype=torch.int32)
-    scale, tau = torch.rand(4, generator=g), 0.5
-    losses, by_query, by_item = pairwise.pairwise(
-        users, items, q, positive, negative, scale, tau, margin, exclude, known
-    )
-    u, e = users.double().requires_grad_(), items.double().requires_grad_()
-    total = torch.zeros((), dtype=torch.float64)
-    for i in range(4):
-        out = {"none": [], "positive": [int(positive[i])], "known": lists[int(q[i])]}[exclude]
-        kept = [j for j in negative[i].tolist() if j not in out]
-        apart = [(u[q[i]] @ (e[j] - e[positive[i]])) / tau for j in kept]
-        terms = [torch.log1p(x.exp()) if margin is None else (margin + x).clamp(min=0) for x in apart]
-        want = sum(terms) / len(terms) if terms else torch.zeros((), dtype=torch.float64)
-        assert math.isclose(float(losses[i]), want.item(), rel_tol=1e-5, abs_tol=1e-6)
-        total = total + scale[i] * want
-    total.backward()
-    got_u = torch.zeros(6, 5).index_add_(0, q, by_query)
-    got_e = torch.zeros(8, 5).index_add_(0, torch.cat([positive, negative.flatten()]), by_item)
-    assert torch.allclose(got_u.double(), u.grad, rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
-    assert torch.allclose(got_e.double(), e.grad, rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"exclude": "positive", "n": 3, "optimizer": "row-adam", "weight_decay": 0.01}, {"tau": 0.5}]
-)
-def test_the_direct_step_trains_as_the_general_one(form: str, settings: dict[str, object]) -> None:
-    """The same draws, losses and tables as the general step after two epochs; other runs have no direct step."""
-    parts = split(make_world(80, 50, exposure=0.5, relevant=0.3, seed=3).interactions, "random", valid=0.1, test=0.1)
-    found = []
-    for direct in (True, False):
-        run = build("bpr", parts.train, {"dim": 7, "batch_size": 64, "epochs": 2, **settings})
-        trainer = Trainer(run, parts, torch.device("cpu"), None, TrainingProgress())
-        assert (trainer.direct is not None) == (form == "native")
-        trainer.direct = trainer.direct if direct else None
-        losses = []
-        for _ in range(2):
-            losses.append(trainer.epoch())
-            trainer.state.epoch, trainer.state.step, trainer.state.rows = trainer.state.epoch + 1, 0, 0
-        found.append((losses, [p.detach().clone() for p in run.model.parameters()], trainer.generator.get_state()))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    assert torch.equal(found[0][2], found[1][2])
-    for mine, theirs in zip(found[0][1], found[1][1], strict=True):
-        assert float((mine - theirs).norm()) <= 2e-4 * float(theirs.norm())
-
-
-@pytest.mark.parametrize("settings", [{"score": "cosine"}, {"clip": 1.0}, {"optimizer": "adam"}, {"dropout": 0.1}])
-def test_runs_without_a_direct_step(settings: dict[str, object]) -> None:
-    """Cosines, clipping, a dense rule and dropout go through the general step."""
-    parts = split(make_world(40, 30, exposure=0.5, relevant=0.3, seed=3).interactions, "random", valid=0.1, test=0.1)
-    run = build("bpr", parts.train, {"dim": 4, "epochs": 1, **settings})
-    assert Trainer(run, parts, torch.device("cpu"), None, TrainingProgress()).direct is None
-
-
 def test_an_id_outside_its_table(form: str) -> None:
     """No memory outside a table is read."""
     if form == "native":
-        table, ids = torch.zeros(3, 2), torch.tensor([0])
         with pytest.raises(IndexError):
-            pairwise.pairwise(table, table, ids, ids, torch.tensor([[3]]), torch.ones(1), 1.0)
-        with pytest.raises(IndexError):
-            vectors.unit_rows(table, torch.tensor([-1]), None, 0)
-
-
-def test_margins_of_losses() -> None:
-    """The direct step knows our pairwise losses, and takes no other for one of them."""
-    from sparring.losses.pairwise import margin_of
-
-    assert margin_of(bpr) == (None,)
-    assert margin_of(hinge(0.2)) == (0.2,)
-    assert margin_of(lambda step, bag: step.q) is None
+            vectors.unit_rows(torch.zeros(3, 2), torch.tensor([-1]), None, 0)

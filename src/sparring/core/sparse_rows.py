@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -10,6 +13,24 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from sparring.kernels.native import vectors as native
+from sparring.kernels.native.rows import takes_rows
+
+_rows: ContextVar[bool] = ContextVar("rows", default=False)
+
+
+@contextmanager
+def row_gradients(wanted: bool) -> Iterator[None]:
+    """Inside the block, let tables with dense gradients have row-sparse ones where a native optimiser takes those."""
+    before = _rows.set(wanted)
+    try:
+        yield
+    finally:
+        _rows.reset(before)
+
+
+def by_rows(table: Tensor, ids: Tensor) -> bool:
+    """Whether the gradient of table[ids] is to be row-sparse although the table's are dense."""
+    return _rows.get() and ids.numel() < len(table) and takes_rows(table)
 
 
 def lookup(table: Tensor, ids: Tensor) -> Tensor:
@@ -78,7 +99,10 @@ class _UnitLookup(torch.autograd.Function):
 
 
 def _append(table: Tensor, index: Tensor, values: Tensor) -> None:
-    """Append rows (1, n) to the sparse gradient of a table."""
+    """Append rows (1, n) to the sparse gradient of a table, or add them to its dense one."""
+    if table.grad is not None and not table.grad.is_sparse:
+        table.grad.index_add_(0, index[0], values)
+        return
     if table.grad is not None:
         index, values = torch.cat([table.grad._indices(), index], 1), torch.cat([table.grad._values(), values])
     table.grad = torch.sparse_coo_tensor(index, values, table.shape, check_invariants=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparring.kernels import chunked, mixtures_chunked, reference
+from sparring.kernels.native import logsumexp
 from sparring.kernels.reference import ExcludedKeys, ExcludedPairs, Mix, logits
 
 __all__ = [
@@ -71,8 +72,10 @@ def weighted_logsumexp(
         )
     if seed is not None:
         raise ValueError("seeded draws need the fused kernel: use draw='systematic' or 'multinomial'")
-    kernel = reference.weighted_logsumexp if plain else chunked.weighted_logsumexp
-    return kernel(q, emb, log_w, places, draws, draw_counts)
+    if plain:
+        return reference.weighted_logsumexp(q, emb, log_w, places, draws, draw_counts)
+    tiled = logsumexp.weighted_logsumexp(q, emb, log_w, places, draws, draw_counts)
+    return chunked.weighted_logsumexp(q, emb, log_w, places, draws, draw_counts) if tiled is None else tiled
 
 
 def fuses(q: Tensor, emb: Tensor, log_w: Tensor, keyed: bool) -> bool:

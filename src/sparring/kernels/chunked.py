@@ -5,15 +5,13 @@ two products: row scales are folded into q and column scales into the candidates
 formed. Up to STORE elements the (B, C) exponentials are kept for the backward pass; beyond that they are recomputed,
 which bounds memory. Logits are in powers of 2: on a CPU exp2 takes a third of the time of exp.
 
-On a CPU in float32 all but the products is one native kernel per block (native/logsumexp.cpp). Inside
-`half_gradients(True)` the kept exponentials are bfloat16 on processors that multiply those, and so are the products of
-the backward pass: the values stay those of float32, and gradients have a relative error of about 2e-3.
+On a CPU in float32 a native kernel takes its place (native/logsumexp.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -24,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparring.kernels.native import function, plain
 from sparring.kernels.reference import ExcludedKeys, ExcludedPairs
 
 STORE = 1 << 26  # elements of (B, C) kept for the backward pass: 256 MiB in float32
@@ -36,12 +33,17 @@ _half: ContextVar[bool] = ContextVar("half", default=False)
 
 @contextmanager
 def half_gradients(wanted: bool) -> Iterator[None]:
-    """Inside the block, let the backward passes of sums computed here multiply in bfloat16, if that is faster."""
+    """Inside the block, let the backward passes of sums computed on a CPU multiply in bfloat16, if that is faster."""
     before = _half.set(wanted)
     try:
         yield
     finally:
         _half.reset(before)
+
+
+def halves() -> bool:
+    """Whether backward passes multiply in bfloat16 here."""
+    return _half.get() and multiplies_bfloat16()
 
 
 @cache
@@ -86,7 +88,7 @@ class _Spare:
             self.buffers = [whole, *self.buffers][: self.most]
 
 
-_spare = _Spare(most=4)
+spare = _Spare(most=4)
 
 
 class _Blocks:
@@ -97,9 +99,6 @@ class _Blocks:
 
     def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, draws: float | None):
         self.q, self.log_w, self.places, self.draws = q * LOG2E, log_w * LOG2E, places, draws
-        self.kernel = _kernel(q, emb, self.log_w, draws)
-        if self.kernel is not None and (log_w.dim() < 2 or len(log_w) == 1):
-            self.log_w = self.log_w.reshape(-1).expand(len(emb)).contiguous()
         self.columns = emb.T
         n, c = len(q), len(emb)
         self.rows = max(1, min(n, BLOCK.get(q.device.type, 1 << 19) // max(c, 1)))
@@ -110,10 +109,8 @@ class _Blocks:
             flat = log_w.expand(c)
             self.column_scale = (flat - flat.amax()).exp().nan_to_num(0.0).to(q.dtype)
             # a dropped column must not set the maximum of a row: all other terms could underflow
-            self.dead = None
-            if self.kernel is None:
-                dead = torch.isneginf(flat)
-                self.dead = dead if q.device.type != "cpu" or bool(dead.any()) else None
+            dead = torch.isneginf(flat)
+            self.dead = dead if q.device.type != "cpu" or bool(dead.any()) else None
         self.bounds = None
         if places is not None and not isinstance(places, Tensor | ExcludedKeys):
             self.places = places = (places[0].long().contiguous(), places[1].long().contiguous())
@@ -124,38 +121,11 @@ class _Blocks:
         """The first query of block b, and the one after its last."""
         return self.starts[b], min(self.starts[b] + self.rows, len(self.q))
 
-    def products(self, b: int, out: Tensor | None) -> Tensor:
-        low, high = self.bounds_of(b)
-        return torch.mm(self.q[low:high], self.columns, out=out) if out is not None else self.q[low:high] @ self.columns
-
-    def native(
-        self, b: int, scores: Tensor, counted: Tensor | None, total: Tensor, result: Tensor, half: Tensor | None
-    ) -> None:
-        """The exponentials of block b in the place of its products, or in `half`; its sums and results (B,)."""
-        assert self.kernel is not None
-        low, high = self.bounds_of(b)
-        c, places = scores.shape[1], self.places
-        mask = places.mask(low, high) if isinstance(places, ExcludedKeys) else None
-        mask = places[low:high].contiguous() if isinstance(places, Tensor) else mask
-        pairs = 0, 0, 0
-        if isinstance(places, tuple) and self.bounds is not None:
-            begin, end = self.bounds[b], self.bounds[b + 1]
-            pairs = places[0][begin:].data_ptr(), places[1][begin:].data_ptr(), end - begin
-        excluded = *pairs, low, 0 if mask is None else mask.data_ptr(), c
-        ends = total[low:high].data_ptr(), result[low:high].data_ptr(), 0 if half is None else half[low:high].data_ptr()
-        if self.column_scale is None:
-            weights = self.log_w if self.log_w.dim() == 1 else self.log_w[low:high].expand(-1, c).contiguous()
-            stride = 0 if self.log_w.dim() == 1 else c
-            self.kernel(scores.data_ptr(), high - low, c, weights.data_ptr(), stride, *excluded, *ends)
-        else:
-            drawn = self.column_scale.data_ptr(), self.draws
-            counts = 0 if counted is None else counted.data_ptr()
-            self.kernel(scores.data_ptr(), high - low, c, *drawn, *excluded, counts, *ends)
-
     def block(self, b: int, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """Masked logits of block b in powers of 2 (rows, C), minus their row maximum, and the maximum (rows,)."""
         low, high = self.bounds_of(b)
-        scores = self.products(b, out)
+        part = self.q[low:high]
+        scores = torch.mm(part, self.columns, out=out) if out is not None else part @ self.columns
         if self.column_scale is None:
             scores += self.log_w[low:high] if self.log_w.dim() == 2 and len(self.log_w) > 1 else self.log_w
         elif self.dead is not None:
@@ -173,19 +143,8 @@ class _Blocks:
 
     def exponentials(self, b: int) -> Tensor:
         """The exponentials of block b, computed again."""
-        if self.kernel is not None:
-            scores, spare = self.products(b, None), self.q.new_empty(2, len(self.q))
-            self.native(b, scores, None, spare[0], spare[1], None)
-            return scores
         part = self.block(b, None)[0].exp2_()
         return part if self.draws is None else _normal_squares(part).square_()
-
-
-def _kernel(q: Tensor, emb: Tensor, log_w: Tensor, draws: float | None) -> Callable[..., int] | None:
-    """The native kernel for these tensors, if there is one."""
-    if not plain(q, emb, log_w) or not q.dtype == emb.dtype == log_w.dtype == torch.float32 or not len(emb):
-        return None
-    return function(*(("logsumexp", "pllplppllplppp") if draws is None else ("logsumexp_draws", "pllpdppllplpppp")))
 
 
 def _normal_squares(part: Tensor) -> Tensor:
@@ -207,17 +166,13 @@ class _WeightedLogSumExp(torch.autograd.Function):
         blocks = _Blocks(q, emb, log_w, places, draws)
         n, c = len(q), len(emb)
         keep = n * c <= STORE and any(ctx.needs_input_grad[:2])
-        halved = keep and blocks.kernel is not None and _half.get() and multiplies_bfloat16()
-        kept = _spare.take(q.new_empty(0, dtype=torch.bfloat16) if halved else q, n, c) if keep else None
-        room = q.new_empty(blocks.rows, c) if kept is None or halved else None
+        kept = spare.take(q, n, c) if keep else None
+        room = q.new_empty(blocks.rows, c) if kept is None else None
         total, result = q.new_empty(n), q.new_empty(n)
         counted = q.new_zeros(c) if draw_counts is not None and draws is not None else None
         for b, low in enumerate(blocks.starts):
             high = min(low + blocks.rows, n)
             place = room[: high - low] if room is not None else kept[low:high]  # type: ignore[index]
-            if blocks.kernel is not None:
-                blocks.native(b, blocks.products(b, place), counted, total, result, kept if halved else None)
-                continue
             scores, top = blocks.block(b, place)
             part = scores.exp2_()
             if draws is None:
@@ -247,14 +202,6 @@ class _WeightedLogSumExp(torch.autograd.Function):
         scale = torch.where(total > 0, grad / total, torch.zeros_like(total)).unsqueeze(1)
         scaled_q = q * scale
         scaled_emb = emb if blocks.column_scale is None else emb * blocks.column_scale.unsqueeze(1)
-        if ctx.kept is not None and ctx.kept.dtype == torch.bfloat16:
-            by_query = (ctx.kept @ scaled_emb.bfloat16()).float().mul_(scale)
-            by_candidate = (scaled_q.T.bfloat16() @ ctx.kept).float()
-            if blocks.column_scale is not None:
-                by_candidate.mul_(blocks.column_scale)
-            _spare.give(ctx.kept)
-            ctx.kept = None
-            return by_query, by_candidate.T.contiguous(), None, None, None, None
         grad_q, columns = (
             torch.empty_like(q),
             q.new_zeros(q.shape[1], len(emb)),
@@ -270,6 +217,6 @@ class _WeightedLogSumExp(torch.autograd.Function):
         if blocks.column_scale is not None:
             columns.mul_(blocks.column_scale)
         if ctx.kept is not None:
-            _spare.give(ctx.kept)
+            spare.give(ctx.kept)
             ctx.kept = None  # a second backward pass recomputes the exponentials
         return grad_q.mul_(scale), columns.T.contiguous(), None, None, None, None

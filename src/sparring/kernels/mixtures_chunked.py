@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparring.kernels.chunked import LN2, LOG2E, STORE, _spare
+from sparring.kernels.chunked import LN2, LOG2E, STORE, spare
 from sparring.kernels.reference import ALIVE, NEVER, ExcludedKeys, ExcludedPairs, Mix
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 27}  # scores per block
@@ -50,7 +50,7 @@ class _MixtureBlocks:
     def scratch(self) -> tuple[Tensor, Tensor]:
         """A buffer for the real and mixed scores of a block; to be returned."""
         b = self.q.shape[1]
-        return _spare.take(self.q, self.step * self.size, b), _spare.take(self.q, self.step * self.made, b)
+        return spare.take(self.q, self.step * self.size, b), spare.take(self.q, self.step * self.made, b)
 
     def block(self, b: int, real: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
         """The maximum of block b for each query, and the sum of its exponentials relative to it, (B,) both.
@@ -115,7 +115,7 @@ class _MixedLogSumExp(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, mix: Mix) -> Tensor:
         blocks = _MixtureBlocks(q, emb, log_w, places, mix)
         kept = (
-            _spare.take(q, len(emb), len(q))
+            spare.take(q, len(emb), len(q))
             if q.shape[0] * len(emb) <= STORE and any(ctx.needs_input_grad[:2])
             else None
         )
@@ -123,8 +123,8 @@ class _MixedLogSumExp(torch.autograd.Function):
         real, made = blocks.scratch()
         for b in range(len(blocks.starts)):
             tops[b], totals[b] = blocks.block(b, real if kept is None else kept[blocks.columns(b)], made)
-        _spare.give(real)
-        _spare.give(made)
+        spare.give(real)
+        spare.give(made)
         top = torch.where(totals > 0, tops, -math.inf).amax(0)
         top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
         scale = torch.where(totals > 0, (tops - top).exp2(), torch.zeros_like(tops))
@@ -150,6 +150,6 @@ class _MixedLogSumExp(torch.autograd.Function):
             torch.mm(pull, (q * (scale[b] * LN2)).T, out=grad_emb[columns])
             grad_q.addcmul_(emb[columns].T @ pull, scale[b])
         for buffer in again or (ctx.kept,):
-            _spare.give(buffer)
+            spare.give(buffer)
         ctx.kept = None  # a second backward pass recomputes the exponentials
         return grad_q.T.contiguous(), grad_emb, None, None, None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from sparring.core.types import Bag, Step
 from sparring.kernels import logits, reference
+from sparring.kernels.native.pairwise import Penalty
 from sparring.losses.softmax import Loss, above
 
 Surrogate = Literal["tanh", "atan", "relu"]
+_penalties: WeakKeyDictionary[Loss, Penalty] = WeakKeyDictionary()  # not attributes: a wrapper would inherit them
 
 
 def bpr(step: Step, bag: Bag) -> Tensor:
@@ -32,16 +36,15 @@ def hinge(margin: float = 0.3) -> Loss:
     def hinge(step: Step, bag: Bag) -> Tensor:
         return _pairwise(step, bag, lambda difference: F.relu(margin + difference))
 
-    hinge.margin = margin  # type: ignore[attr-defined]
+    _penalties[hinge] = Penalty("hinge", margin)
     return hinge
 
 
-def margin_of(loss: object) -> tuple[float | None] | None:
-    """The margin of a pairwise loss, None inside for the logistic one; None if it is no pairwise loss of ours."""
+def penalty_of(loss: object) -> Penalty | None:
+    """The loss as native steps know it: bpr, hinge and gbce; None for any other."""
     if loss is bpr:
-        return (None,)
-    known = getattr(loss, "__module__", "") == __name__ and getattr(loss, "__name__", "") == "hinge"
-    return (loss.margin,) if known else None  # type: ignore[attr-defined]
+        return Penalty("logistic")
+    return _penalties.get(loss) if isinstance(loss, FunctionType) else None
 
 
 def psl(surrogate: Surrogate = "relu") -> Loss:
@@ -124,6 +127,7 @@ def gbce(n_items: int, calibration: float = 0.75) -> Loss:
         beta = 1 - calibration * (1 - (mass / (n_items - 1)).clamp(max=1.0))
         return (beta * F.softplus(-step.positive_logits) + total) / (1 + mass)
 
+    _penalties[gbce] = Penalty("gbce", calibration, n_items)
     return gbce
 
 

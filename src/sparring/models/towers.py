@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparring.core.part import Part
-from sparring.core.sparse_rows import lookup
+from sparring.core.sparse_rows import by_rows, lookup
 from sparring.kernels import gather
 
 
@@ -38,7 +38,8 @@ class IdTower(Part):
         self.weight = nn.Parameter(torch.empty(n, dim).normal_(0.0, dim**-0.5 if init_std is None else init_std))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return lookup(self.weight, ids.long()) if self.sparse else gather(self.weight, ids.long())
+        ids = ids.long()
+        return lookup(self.weight, ids) if self.sparse or by_rows(self.weight, ids) else gather(self.weight, ids)
 
     def extra_repr(self) -> str:
         return f"{self.n}, {self.dim}, sparse={self.sparse}"

@@ -10,7 +10,10 @@ from inspect import unwrap
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from sparring.kernels.native import rows as native
 
 
 class LightOptimizer(Optimizer):
@@ -24,11 +27,41 @@ class LightOptimizer(Optimizer):
 
 
 class Adam(LightOptimizer, torch.optim.Adam):
-    """torch.optim.Adam."""
+    """torch.optim.Adam; a row-sparse gradient of a table moves every row, as the dense gradient would."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        return unwrap(torch.optim.Adam.step)(self, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        moved: list[tuple[nn.Parameter, Tensor]] = []
+        for group in self.param_groups:
+            for table in group["params"]:
+                grad = table.grad
+                if grad is None or not grad.is_sparse:
+                    continue
+                index, values = grad._indices()[0], grad._values().contiguous()
+                if self._by_rows(table, index, values, group):
+                    moved.append((table, grad))
+                    table.grad = None
+                else:
+                    table.grad = torch.zeros_like(table).index_add_(0, index, values)
+        unwrap(torch.optim.Adam.step)(self)
+        for table, grad in moved:
+            table.grad = grad
+        return loss
+
+    def _by_rows(self, table: nn.Parameter, index: Tensor, values: Tensor, group: dict[str, Any]) -> bool:
+        """Update a table by a native kernel; False if none applies."""
+        if table.dim() != 2 or group["amsgrad"] or group["maximize"] or not native.takes_rows(table):
+            return False
+        state = self.state[table]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(table), torch.zeros_like(table)
+        rate, decay = float(group["lr"]), group["weight_decay"]
+        return native.adam(table, index, values, state, rate, group["betas"], group["eps"], decay)
 
 
 class AdamW(LightOptimizer, torch.optim.AdamW):

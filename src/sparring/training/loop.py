@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sparring.core.errors import UserError
 from sparring.core.part import Part, listeners
 from sparring.core.ranks import sum_gradients
+from sparring.core.sparse_rows import row_gradients
 from sparring.core.types import ALONE, Corpus, Positives, Ranks
 from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.ranking import Evaluation, evaluate
@@ -27,6 +28,7 @@ from sparring.recipes.run import Run
 from sparring.training.checkpoint import CheckpointManager, State
 from sparring.training.cuda_graph import CudaGraphStep
 from sparring.training.eligibility import listed_items
+from sparring.training.light_optimizers import Adam
 from sparring.training.optimizers import (
     Schedule,
     about_large_tables,
@@ -94,8 +96,11 @@ class Trainer:
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
         self.positives = Positives.lazy(lambda: train.positives().to(device))
         self.rows = TrainingRows(run, train, device)
-        alone = device.type == "cpu" and ranks.world == 1 and self.rows.kind == "pairs"
-        self.direct = pairwise_step(run, self.positives, self.optimizers) if alone else None
+        alone = device.type == "cpu" and ranks.world == 1
+        self.by_rows = alone and all(isinstance(optimizer, Adam) for optimizer in self.optimizers)
+        paired = alone and self.rows.kind == "pairs"
+        pairs = self.rows.queries, self.rows.items
+        self.direct = pairwise_step(run, pairs, self.positives, self.optimizers) if paired else None
         total = training.epochs * len(self.rows.batches)
         warmup = fitting_warmup(training.warmup, total)
         self.schedule = Schedule(training.schedule, warmup, training.lr_decay, training.lr_decay_every, total)
@@ -209,17 +214,18 @@ class Trainer:
         """One step, given by the tensors of `TrainingRows.batches`; nothing waits for the device."""
         if self.direct is not None:
             (pairs,) = step
-            self.total += self.direct(*self.rows.ids(pairs), self.generator, self.weights(pairs)).sum()
+            self.total += self.direct(pairs, self.generator, self.weights(pairs)).sum()
             return
         for optimizer in self.optimizers:  # first, because a failed graph capture leaves gradients without values
             optimizer.zero_grad(set_to_none=True)
         pairs, context = self.rows.drawn(step, self.generator)
-        losses, taken, outcome = training_step(
-            self.run, *self.rows.ids(pairs), self.generator, self.positives, self.ranks, context
-        )
-        weights = self.weights(pairs)
-        weighed = losses if weights is None else losses * self.ranks.own(weights)
-        (weighed.sum() / len(pairs)).backward()
+        with row_gradients(self.by_rows):
+            losses, taken, outcome = training_step(
+                self.run, *self.rows.ids(pairs), self.generator, self.positives, self.ranks, context
+            )
+            weights = self.weights(pairs)
+            weighed = losses if weights is None else losses * self.ranks.own(weights)
+            (weighed.sum() / len(pairs)).backward()
         sum_gradients(self.trained, self.ranks)
         if self.setup.training.clip is not None:
             clip_gradients(self.modules.parameters(), self.setup.training.clip)

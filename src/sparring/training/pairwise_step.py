@@ -15,28 +15,35 @@ from torch import Tensor
 from sparring.core.part import listeners
 from sparring.core.types import Positives
 from sparring.kernels.native import pairwise as native
-from sparring.losses.pairwise import margin_of
+from sparring.losses.pairwise import penalty_of
 from sparring.losses.temperature import Fixed
 from sparring.models.towers import IdTower
 from sparring.negatives.sampled import Sampled
+from sparring.negatives.selection import Hardest
 from sparring.recipes.run import Run
 from sparring.training.row_optimizers import RowOptimizer
 
-PairwiseStep = Callable[[Tensor, Tensor, torch.Generator, Tensor | None], Tensor]
+PairwiseStep = Callable[[Tensor, torch.Generator, Tensor | None], Tensor]
 
 
-def pairwise_step(run: Run, positives: Positives, rules: Sequence[torch.optim.Optimizer]) -> PairwiseStep | None:
-    """A function of (query ids, item ids, generator, weights of the rows) that updates rows and returns losses (B,).
+def pairwise_step(
+    run: Run, pairs: tuple[Tensor, Tensor], positives: Positives, rules: Sequence[torch.optim.Optimizer]
+) -> PairwiseStep | None:
+    """A function of (training pairs (B,), generator, their weights) that updates rows and returns losses (B,).
 
-    None unless native kernels do all of the step: one term with a pairwise loss and uncorrected draws for each query,
-    two tables under a row rule, inner products, a fixed temperature, no clipping, and no module that observes.
+    `pairs` has the queries and items of all training pairs.
+    None unless a native kernel does all of the step: one term with a pairwise loss and uncorrected draws for each query
+    or the hardest of them, two tables under a row rule, inner products, a fixed temperature, no clipping, and no module
+    that observes.
     """
     model, setup = run.model, run.setup
     if len(run.terms) != 1 or not isinstance(run.temperature, Fixed) or listeners(run.modules(), "observe"):
         return None
     (term,) = run.terms
-    kind, negatives = margin_of(term.loss), term.negatives
-    if kind is None or type(negatives) is not Sampled or not negatives.per_query or negatives.correction != "none":
+    penalty = penalty_of(term.loss)
+    kept = term.negatives.k if type(term.negatives) is Hardest else None
+    negatives = term.negatives.source if type(term.negatives) is Hardest else term.negatives
+    if penalty is None or type(negatives) is not Sampled or not negatives.per_query or negatives.correction != "none":
         return None
     query, item = model.query, model.item
     if not (type(query) is IdTower and type(item) is IdTower and query.sparse and item.sparse) or query is item:
@@ -46,24 +53,35 @@ def pairwise_step(run: Run, positives: Positives, rules: Sequence[torch.optim.Op
         return None
     if not native.available(query.weight, item.weight):
         return None
-    found = [_owner(table, rules) for table in (query.weight, item.weight)]
-    updates = [each for each in found if each is not None]
-    if len(updates) < 2:
+    owners = [_owner(table, rules) for table in (query.weight, item.weight)]
+    if owners[0] is None or owners[1] is None:
         return None
-    temperature, exclude, margin = run.temperature, negatives.exclude, kind[0]
+    of_queries, of_items = owners[0], owners[1]
+    temperature, exclude, source = run.temperature, negatives.exclude, negatives
+    slots = native.slots(query.weight), native.slots(item.weight)
+    columns = pairs[0].int().contiguous(), pairs[1].int().contiguous()  # no copy: pairs have this type
+    known: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
-    def step(q: Tensor, positive: Tensor, generator: torch.Generator, weights: Tensor | None) -> Tensor:
-        drawn = negatives.distribution.sample((len(q), negatives.n), generator)
-        scale = torch.full((len(q),), term.weight / len(q)) if weights is None else weights * (term.weight / len(q))
-        known = (positives.start, positives.items) if exclude == "known" else None
-        losses, by_query, by_item = native.pairwise(
-            query.weight, item.weight, q, positive, drawn, scale.float(), float(temperature.tau), margin, exclude, known
+    def step(batch: Tensor, generator: torch.Generator, weights: Tensor | None) -> Tensor:
+        nonlocal known
+        if exclude == "known" and known is None:  # the lists of a run are read when its first step needs them
+            known = native.marked(positives.start, positives.items)
+        drawn = source.distribution.sample((len(batch), source.n), generator)
+        each = term.weight / len(batch)
+        losses = native.pairwise(
+            (of_queries[0].native_rule(query.weight, of_queries[1]), of_items[0].native_rule(item.weight, of_items[1])),
+            slots,
+            columns,
+            batch,
+            drawn,
+            torch.full((len(batch),), each) if weights is None else weights * each,
+            float(temperature.tau),
+            penalty,
+            kept,
+            exclude,
+            known,
         )
-        touched = torch.cat([positive.long(), drawn.flatten().long()])
-        made = (query.weight, q.long(), by_query), (item.weight, touched, by_item)
-        for (rule, group), (table, rows, values) in zip(updates, made, strict=True):
-            rule.update_rows(table, rows, values, group)
         return losses * term.weight
 
     return step

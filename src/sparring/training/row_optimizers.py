@@ -58,6 +58,10 @@ class RowOptimizer(LightOptimizer, ABC):
         """Begin a step of a table, and update its rows by a native kernel; False if none applies."""
         return self._compiled(table, index, values, self._started(table, group), group)
 
+    def native_rule(self, table: Tensor, group: dict[str, Any]) -> native.Rule:
+        """Begin a step of a table whose rows a native kernel will update, and say how."""
+        return self._rule(table, self._started(table, group), group)
+
     def _started(self, table: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a table, in a new step."""
         state: dict[str, Tensor] = self.state[table]
@@ -90,6 +94,10 @@ class RowOptimizer(LightOptimizer, ABC):
         self, table: Tensor, index: Tensor, values: Tensor, state: dict[str, Tensor], group: dict[str, Any]
     ) -> bool:
         """The update in one native CPU kernel, from the rows of a batch with duplicates; False where none applies."""
+
+    @abstractmethod
+    def _rule(self, table: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> native.Rule:
+        """The update for native kernels that sum the rows of a batch themselves."""
 
 
 class RowAdam(RowOptimizer):
@@ -176,6 +184,10 @@ class RowAdam(RowOptimizer):
         rate, decay = float(group["lr"]), group["weight_decay"]
         return native.row_adam(table, index, values, state, rate, group["betas"], group["eps"], decay)
 
+    def _rule(self, table: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> native.Rule:
+        rate, decay = float(group["lr"]), group["weight_decay"]
+        return native.adam_rule(table, state, rate, group["betas"], group["eps"], decay)
+
 
 class RowAdagrad(RowOptimizer):
     """Adagrad with one accumulator per row, on the rows of the batch only (row-wise Adagrad).
@@ -224,6 +236,9 @@ class RowAdagrad(RowOptimizer):
     ) -> bool:
         rate, decay = float(group["lr"]), group["weight_decay"]
         return native.row_adagrad(table, index, values, state["sum"], rate, group["eps"], decay)
+
+    def _rule(self, table: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> native.Rule:
+        return native.adagrad_rule(table, state["sum"], float(group["lr"]), group["eps"], group["weight_decay"])
 
 
 def _blocks(rows: Tensor, grad: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

@@ -1,7 +1,6 @@
 // Row-wise Adagrad on the rows of a batch, as RowAdagrad in training/row_optimizers.py.
 
-#include <cmath>
-
+#include "row_rules.h"
 #include "rows.h"
 
 extern "C" int sparring_row_adagrad(float *table, float *total, const int64_t *index, const float *values, int64_t n,
@@ -9,22 +8,14 @@ extern "C" int sparring_row_adagrad(float *table, float *total, const int64_t *i
     const sparring::Rows rows = sparring::rows_of(index, n, limit);
     if (!rows.valid) return 1;
     const int64_t m = int64_t(rows.row.size());
-    const float keep = float(1 - lr * decay);
+    const sparring::RowRule rule({table, total, nullptr, nullptr, limit, d, lr, eps, decay, 0, 0, 0, 0});
 #pragma omp parallel if (n * d > 32768)
     {
         std::vector<float> room(d);
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < m; r++) {
-            const int64_t row = rows.row[r];
             sparring::fetch(rows, r + 6, values, d, table);
-            const float *g = sparring::summed(rows, r, values, d, room.data());
-            float *p = table + row * d, squares = 0;
-#pragma omp simd reduction(+ : squares)
-            for (int64_t k = 0; k < d; k++) squares += g[k] * g[k];
-            total[row] += squares / float(d);
-            const float size = float(-lr / (std::sqrt(double(total[row])) + eps));
-#pragma omp simd
-            for (int64_t k = 0; k < d; k++) p[k] = keep * p[k] + size * g[k];
+            rule.update(rows.row[r], sparring::summed(rows, r, values, d, room.data()), d);
         }
     }
     return 0;
