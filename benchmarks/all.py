@@ -1,10 +1,12 @@
 """Run the benchmarks of this folder one after another and summarise their claims.
 
-    python benchmarks/all.py --threads 1            # a CPU
+    python benchmarks/all.py --threads 1            # a CPU: within 10 minutes on a quiet core
     python benchmarks/all.py --device cuda          # one GPU: within 8 minutes
+    python benchmarks/all.py --only in_batch,null_test
 
-A line of output that ends in "yes" or "NO" is a claim. On a CPU all scripts that take --threads are run, on a GPU
-those listed below. Scripts that train for long (xir_table.py, sequences.py) are run by hand.
+A line of output that ends in "yes" or "NO" is a claim. The scripts listed below are run; --only may name any other one
+that takes --threads, or on a GPU --device. Scripts that take long (in_batch.py, null_test.py, xir_table.py) are run
+that way or by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LEFT_OUT = {"all.py", "release_loop.py", "sequences.py"}  # in_batch.py runs the release loop
+ON_CPU = {  # arguments beside --threads
+    "cpu": ["--rounds", "3"],
+    "evaluation": ["--rounds", "1"],
+    "startup": ["--rounds", "3"],
+    "optimisers": [],
+    "histories": [],
+    "esans_step": [],
+}
 ON_GPU = {  # arguments beside --device cuda
     "kernels": ["--compiled"],
     "cross_entropy": [],
@@ -33,16 +42,11 @@ ON_GPU = {  # arguments beside --device cuda
 
 def commands(device: str, threads: int, chosen: list[str]) -> list[list[str]]:
     """Scripts with their arguments."""
-    if device == "cuda":
-        return [
-            [f"{name}.py", "--device", "cuda", *more] for name, more in ON_GPU.items() if not chosen or name in chosen
-        ]
-    found = [
-        script
-        for script in sorted(HERE.glob("[a-z]*.py"))
-        if script.name not in LEFT_OUT and '"--threads"' in script.read_text()
+    listed, given = (ON_GPU, ["--device", "cuda"]) if device == "cuda" else (ON_CPU, ["--threads", str(threads)])
+    return [
+        [f"{name}.py", *(given if f'"{given[0]}"' in (HERE / f"{name}.py").read_text() else []), *listed.get(name, [])]
+        for name in chosen or listed
     ]
-    return [[script.name, "--threads", str(threads)] for script in found if not chosen or script.stem in chosen]
 
 
 def main() -> int:
@@ -51,8 +55,11 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", default="", help="names of scripts without .py, comma-separated")
     given = parser.parse_args()
+    chosen = [name for name in given.only.split(",") if name]
+    if unknown := [name for name in chosen if not (HERE / f"{name}.py").exists()]:
+        parser.error(f"there is no {unknown[0]}.py")
     summary, failed = [], 0
-    for script, *arguments in commands(given.device, given.threads, [name for name in given.only.split(",") if name]):
+    for script, *arguments in commands(given.device, given.threads, chosen):
         print(f"\n== {script}\n", flush=True)
         began, lines = time.perf_counter(), []
         threads = {name: str(given.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
