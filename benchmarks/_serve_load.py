@@ -1,15 +1,19 @@
-"""The load of benchmarks/serve.py: wrk, a client that checks answers, upserts, a broken index and a swap."""
+"""The load of benchmarks/serve.py: wrk, requests at a fixed rate, a client that checks answers, upserts, a swap."""
 
 from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,10 +38,13 @@ class Seen:
     facts: dict[str, str] = field(default_factory=dict)
 
 
-def start(run: Path, threads: int, quiet: bool, folder: Path) -> tuple[str, subprocess.Popen[bytes]]:
-    """Start a service over a run in a separate process; return its address and the process."""
-    log = folder / "serve.log"
+def start(
+    run: Path, threads: int, quiet: bool, folder: Path, workers: int = 1, cores: Sequence[int] = ()
+) -> tuple[str, subprocess.Popen[bytes]]:
+    """Start a service over a run in separate processes, on these cores; return its address and the process."""
+    log, store = folder / f"serve-{workers}.log", run / "serve" / f"items-{workers}.sqlite"
     command = [
+        *on(cores),
         sys.executable,
         "-m",
         "sparring",
@@ -47,6 +54,10 @@ def start(run: Path, threads: int, quiet: bool, folder: Path) -> tuple[str, subp
         "0",
         "--threads",
         str(threads),
+        "--workers",
+        str(workers),
+        "--store",
+        str(store),
         *(["--quiet"] if quiet else []),
     ]
     with open(log, "wb") as to:
@@ -61,7 +72,12 @@ def start(run: Path, threads: int, quiet: bool, folder: Path) -> tuple[str, subp
     sys.exit("the service did not start")
 
 
-def drive(url: str, seconds: int) -> dict[str, str]:
+def on(cores: Sequence[int]) -> list[str]:
+    """The words that keep a command on these cores; none: it may use all."""
+    return ["taskset", "-c", ",".join(map(str, cores))] if cores else []
+
+
+def drive(url: str, seconds: int, cores: Sequence[int] = ()) -> dict[str, str]:
     """Run wrk with requests for random single users."""
     body = f'string.format(\'{{"user":%d,"k":{K}}}\', math.random(0, {USERS - 1}))'
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
@@ -69,6 +85,7 @@ def drive(url: str, seconds: int) -> dict[str, str]:
         script.write(f"request = function()\n  return wrk.format(nil, nil, nil, {body})\nend\n")
         script.flush()
         words = [
+            *on(cores),
             "wrk",
             "-t1",
             f"-c{CONNECTIONS}",
@@ -95,15 +112,98 @@ def drive(url: str, seconds: int) -> dict[str, str]:
     return found
 
 
+@dataclass
+class Paced:
+    """Latencies in milliseconds of requests at a fixed rate, from the moment at which each was due."""
+
+    ms: np.ndarray
+    failed: int
+    asked: float  # requests per second
+    sent: float
+
+    def at(self, percent: float) -> float:
+        return float(np.percentile(self.ms, percent))
+
+
+def pace(url: str, rate: float, seconds: float) -> Paced:
+    """Requests of random users that arrive at random times, `rate` per second on average, whatever the service does.
+
+    Each goes to a connection that is free, or waits for one. Latency counts from its own time, so a service that
+    stands still is charged for every request that was due meanwhile.
+    """
+    rng = np.random.default_rng(5)
+    due = np.cumsum(rng.exponential(1 / rate, int(rate * seconds)))
+    users = rng.integers(0, USERS, len(due))
+    host, _, port = url.removeprefix("http://").partition(":")
+    sockets = {}
+    for _ in range(CONNECTIONS):
+        each = socket.create_connection((host, int(port)))
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        each.setblocking(False)
+        sockets[each.fileno()] = each
+    poll = select.epoll()
+    for file in sockets:
+        poll.register(file, select.EPOLLIN)
+    head = f"POST /v1/recommend HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: "
+    bodies = [f'{{"user":{user},"k":{K}}}' for user in users.tolist()]
+    requests = [f"{head}{len(body)}\r\n\r\n{body}".encode() for body in bodies]
+    free, busy = deque(sockets), dict[int, int]()  # connection -> request
+    unread = dict.fromkeys(sockets, b"")
+    done, failed, next_one, n = np.full(len(due), np.nan), 0, 0, len(due)
+    times, began = due.tolist(), time.perf_counter()
+    end = began + seconds + 10
+    while next_one < n or busy:
+        now = time.perf_counter()
+        if now > end:
+            break
+        while next_one < n and times[next_one] <= now - began and free:
+            file = free.popleft()
+            sockets[file].send(requests[next_one])
+            busy[file] = next_one
+            next_one += 1
+        wait = times[next_one] - (time.perf_counter() - began) if next_one < n and free else 0.1
+        # epoll rounds a timeout up to milliseconds, select does not
+        if wait > 0 and not select.select([poll], [], [], wait)[0]:
+            continue
+        for file, _ in poll.poll(0):
+            data = unread[file] + sockets[file].recv(65536)
+            mark = data.find(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", data[: mark + 2]) if mark >= 0 else None
+            if length is None or len(data) < mark + 4 + int(length[1]):
+                if not data:
+                    raise ConnectionError("the service closed a connection")
+                unread[file] = data
+                continue
+            unread[file] = b""
+            failed += not data.startswith(b"HTTP/1.1 200")
+            done[busy.pop(file)] = time.perf_counter() - began
+            free.append(file)
+    took = time.perf_counter() - began
+    for each in sockets.values():
+        each.close()
+    ms = (done - due) * 1e3
+    late = int(np.isnan(ms).sum())
+    return Paced(np.where(np.isnan(ms), np.inf, ms), failed + late, rate, (n - late) / took)
+
+
+def processes(pid: int) -> list[int]:
+    """A process and its children."""
+    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
 def resident(pid: int) -> float:
     """Megabytes of the service's own memory; mapped files are left out, since the system may drop them."""
-    return int(re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024  # type: ignore[index]
+    found = (re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{each}/status").read_text()) for each in processes(pid))
+    return sum(int(each[1]) for each in found if each) / 1024
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    """User and system time of a service."""
+    total = 0
+    for each in processes(pid):
+        words = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        total += int(words[11]) + int(words[12])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def listen(url: str, stop: threading.Event, seen: Seen) -> None:

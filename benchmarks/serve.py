@@ -2,6 +2,7 @@
 
     python benchmarks/serve.py --cache FOLDER        # 1,000,000 x 64, 60 s; the first time builds the index (minutes)
     python benchmarks/serve.py --cache FOLDER --items 20000 --seconds 10
+    python benchmarks/serve.py --cache FOLDER --workers 2 --seconds 20     # and the bars of a service on several cores
 
 Needs `wrk`. The bare loop calls the same FAISS index with the same settings, k = 10, without exclusions: one query at
 a time, and in batches of 32, as many as there are connections, on all threads. Both are measured before and after the
@@ -10,6 +11,10 @@ users, with their seen items excluded. While wrk runs, another client sends requ
 with the exact one; 1,000 items are upserted (some requested as soon as they are acknowledged), a damaged index is
 offered and must be refused, and a run with other users replaces the first, so that an answer from the wrong run would
 be noticed.
+
+With --workers N the service has N worker processes, and a second part measures them without swap and upserts: one
+worker on one core, which the load generator shares, then N on N cores, then N at 70 % of the rate just measured, with
+requests that arrive at random times. It prints each bar with yes or NO. Each rate is the median of three.
 """
 
 from __future__ import annotations
@@ -24,14 +29,30 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import httpx
 import numpy as np
 import torch
 
-from _serve_load import CONNECTIONS, SEEN, USERS, K, Seen, check, cpu_seconds, disturb, drive, listen, resident, start
+from _serve_load import (
+    CONNECTIONS,
+    SEEN,
+    USERS,
+    K,
+    Seen,
+    check,
+    cpu_seconds,
+    disturb,
+    drive,
+    listen,
+    pace,
+    resident,
+    start,
+)
 from _shared import table
 from index import world
+from sparring.core.devices import usable_cores
 from sparring.core.files import tensors_of, write_tensors
 from sparring.core.types import Positives
 from sparring.data.interactions import Interactions, Vocabulary
@@ -55,11 +76,13 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--upserts", type=int, default=1000)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, help="search threads in all (default: one per core)")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes, on as many cores")
     parser.add_argument("--kind", default="auto", help="kind of index; auto tunes over all kinds")
     parser.add_argument("--recall", type=float, default=0.99)
     parser.add_argument("--quiet", action="store_true", help="start the service with --quiet: no log line per request")
     args = parser.parse_args()
+    args.threads = args.threads or usable_cores()
     if shutil.which("wrk") is None:
         sys.exit("wrk is not installed: apt-get install wrk")
     torch.set_num_threads(args.threads)
@@ -67,6 +90,8 @@ def main() -> None:
     first, second = prepared(args)
     index = open_index(first, check=False)
     measure(args, first, second, index)
+    if args.workers > 1:
+        measure_workers(args, first, index)
 
 
 def prepared(args: argparse.Namespace) -> tuple[Path, Path]:
@@ -146,7 +171,7 @@ def measure(args: argparse.Namespace, first: Path, second: Path, index: Index) -
     users = trained.model.query_vectors(torch.arange(USERS)).numpy()
     seen_items = trained.seen.items.numpy().reshape(USERS, SEEN)
     before = bare(index, users)
-    url, server = start(first, args.threads, args.quiet, args.cache)
+    url, server = start(first, max(1, args.threads // args.workers), args.quiet, args.cache, args.workers)
     try:
         client = httpx.Client(base_url=url, timeout=60)
         drive(url, 3)  # warm
@@ -169,14 +194,74 @@ def measure(args: argparse.Namespace, first: Path, second: Path, index: Index) -
         memory.append(resident(server.pid))
         info = client.get("/v1/info").json()
     finally:
-        server.terminate()
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        end(server)
     after = bare(index, users)
     check(seen, users, np.asarray(index.vectors), seen_items)
     report(args, index, before, after, loaded, spent, seen, memory, info)
+
+
+def end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(60)
+    except subprocess.TimeoutExpired:
+        server.kill()
+
+
+def measure_workers(args: argparse.Namespace, first: Path, index: Index) -> None:
+    """Scaling, latency at 70 % of the highest rate, and the shares of bare FAISS, each with its bar."""
+    users = runs.load(first).model.query_vectors(torch.arange(USERS)).numpy()
+    cores = sorted(os.sched_getaffinity(0))[: args.workers]
+    if len(cores) < args.workers:
+        sys.exit(f"{args.workers} workers need as many cores; there are {len(cores)}")
+    shutil.rmtree(first / "serve", ignore_errors=True)
+    seconds = max(3, args.seconds // 4)
+    loops: list[dict[str, tuple[float, float]]] = []
+    rates: dict[int, list[tuple[float, float]]] = {}  # per second, and per CPU second
+    services: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
+    try:
+        for workers in (1, args.workers):
+            services[workers] = start(first, 1, True, args.cache, workers, cores[:workers])
+        for _ in range(3):  # alternating: a machine that slows down harms all of them alike
+            loops.append(bare(index, users, 2.0))
+            for workers, (url, server) in services.items():
+                drive(url, 1, cores[:workers])
+                spent = cpu_seconds(server.pid)
+                loaded = drive(url, seconds, cores[:workers])
+                spent = cpu_seconds(server.pid) - spent
+                rates.setdefault(workers, []).append((float(loaded["rate"]), int(loaded["requests"]) / spent))
+        one, many = (median(each[0] for each in rates[workers]) for workers in (1, args.workers))
+        paced = [pace(services[args.workers][0], 0.7 * many, seconds) for _ in range(3)]
+    finally:
+        for _, server in services.values():
+            end(server)
+    ratio = median(each.at(99) / each.at(50) for each in paced)
+    kept_up = all(each.sent > 0.97 * each.asked for each in paced)
+    print(f"\n{args.workers} workers, one search thread each; load {os.getloadavg()[0]:.1f}\n")
+    rows = [
+        (name, *(f"{each[0]:,.0f}" for each in found), f"{median(each[1] for each in found):,.0f}")
+        for name, found in (
+            *((f"bare FAISS, {name}", [loop[name] for loop in loops]) for name in loops[0]),
+            *((f"workers: {workers}, cores: {workers}", found) for workers, found in rates.items()),
+        )
+    ]
+    print(table(("", "requests/s", "again", "again", "per CPU second"), rows))
+    print()
+    rows = [(f"{p.asked:,.0f}", f"{p.sent:,.0f}", *(f"{p.at(q):.2f}" for q in (50, 90, 99, 99.9))) for p in paced]
+    print(table(("requests/s due", "answered", "p50, ms", "p90", "p99", "p99.9"), rows))
+    print()
+    single, batches = (median(loop[name][0] for loop in loops) for name in loops[0])
+    bars = (
+        (f"scaling from 1 to {args.workers} cores", many / one, 0.9 * args.workers, True),
+        ("p99 / p50 at 70 % load", ratio, 3.0, False),
+        ("share of bare FAISS, one query at a time", many / single, 0.9, True),
+        (f"share of bare FAISS, batches of {CONNECTIONS} on all cores", many / batches, 0.6, True),
+    )
+    for name, value, bar, least in bars:
+        reached = value >= bar if least else value < bar
+        print(f"{name}: {value:.2f}, {'at least' if least else 'under'} {bar:g}: {'yes' if reached else 'NO'}")
+    whole = kept_up and not sum(each.failed for each in paced)
+    print(f"at 70 % load every request was answered, as fast as they came: {'yes' if whole else 'NO'}")
 
 
 def report(

@@ -25,7 +25,7 @@ TRITON = {
 }
 # The modules that ask whether a name is there before they use it. /proc and /sys need no list: a file may be missing.
 GUARDED = {"core/devices.py", "core/files.py", "core/memory_usage.py", "serving/http/connection.py"}
-GUARDED |= {"serving/http/server.py"}
+GUARDED |= {"serving/http/server.py", "serving/http/workers.py", "serving/http/worker.py"}  # the last by the one before
 
 
 def elsewhere_python(libraries: str, code: str, *arguments: str) -> subprocess.Popen[str]:

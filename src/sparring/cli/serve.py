@@ -7,6 +7,7 @@ import os
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import Field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from sparring.cli.parsing import (
     Commands,
     add_code,
     add_novelty,
+    add_ranking,
     add_unfinished,
     count,
     run_place,
@@ -67,11 +69,14 @@ def add_serve(commands: Commands) -> None:
     group.add_argument("--root", type=Path, action="append", default=[], metavar="FOLDER", help=text)
     text = "serve RUN even if a reload replaced it"
     group.add_argument("--as-given", action="store_true", help=text)
+    add_ranking(group, "that of the index, else the best on the validation part")
     add_novelty(group)
     add_unfinished(group)
     text = "check this often whether a run or its index has changed, and reload it"
     group.add_argument("--watch", type=seconds, metavar="SECONDS", help=text)
-    text = "search threads (default: one per core)"
+    text = "processes that answer, for more than one core (default: 1)"
+    group.add_argument("--workers", type=count, default=1, metavar="N", help=text)
+    text = "search threads of each process (default: one per core, shared among the workers)"
     group.add_argument("--threads", type=count, metavar="N", help=text)
     group.add_argument("--quiet", action="store_true", help="do not log requests that succeeded")
 
@@ -79,10 +84,12 @@ def add_serve(commands: Commands) -> None:
 def serve(args: Namespace) -> int:
     for module in ("fastapi", "orjson", "prometheus_client", "httptools"):
         optional(module, "serve", "`sparring serve`")
+    from sparring.core.devices import usable_cores
     from sparring.core.files import check_folder
-    from sparring.models.fusion import FILE
     from sparring.serving.http import EventLog, Limits, RunRegistry, Store, run
     from sparring.serving.http.server import host_names
+    from sparring.serving.http.worker import Job
+    from sparring.serving.http.workers import run_workers
 
     if args.port >= 65536:
         raise UserError(f"--port {args.port} is not a port: give one from 0 to 65535")
@@ -92,26 +99,28 @@ def serve(args: Namespace) -> int:
         check_folder(folder)  # before the store in it is opened
     limits = Limits(**{"body": args.max_body, "seconds": args.timeout, **_limits(args.limit, fields(Limits))})
     token, log = _token(args.token_file), EventLog(os.fdopen(os.dup(2), "wb"), requests=not args.quiet)
-    host_names(args.host, args.allow_host, token)  # before the runs are loaded
-    gc.freeze()  # modules live as long as the service: a collection while requests wait need not look at them
-    store = Store(args.store or args.runs[0] / "serve" / "items.sqlite")
-    registry = RunRegistry(
+    names = host_names(args.host, args.allow_host, token)  # before the runs are loaded
+    threads = args.threads or max(1, usable_cores() // args.workers)
+    store = args.store or args.runs[0] / "serve" / "items.sqlite"
+    build = partial(
+        RunRegistry,
         args.runs,
-        store,
-        args.root,
-        log,
-        args.as_given,
+        roots=args.root,
+        as_given=args.as_given,
         recipe=args.recipe,
         trust=args.trust,
         unfinished=args.unfinished,
         model=args.model,
         novelty=args.novelty,
+        ranking=args.ranking,
     )
-    for folder in args.runs:
-        if (folder / FILE).is_file():
-            unused = "its classifiers, which `sparring recommend` and `evaluate` use"
-            log("towers alone", run=str(folder), left_out=unused)
-    run(registry, args.host, args.port, limits, token, args.allow_host, log, args.watch, _parts, args.threads)
+    if args.workers > 1:
+        job = Job(build, store, limits, token, names, not args.quiet, _parts, threads)
+        run_workers(job, args.workers, args.runs, args.host, args.port, log, args.watch)
+        return 0
+    gc.freeze()  # modules live as long as the service: a collection while requests wait need not look at them
+    registry = build(store=Store(store), log=log)
+    run(registry, args.host, args.port, limits, token, args.allow_host, log, args.watch, _parts, threads)
     return 0
 
 

@@ -31,9 +31,15 @@ def serving() -> Iterator[Callable[..., TestClient]]:
     services: list[tuple[Service, TestClient]] = []
 
     def started(
-        *folders: Path, store: Path | None = None, roots: Any = (), as_given: bool = False, **options: Any
+        *folders: Path,
+        store: Path | None = None,
+        roots: Any = (),
+        as_given: bool = False,
+        ranking: Any = None,
+        **options: Any,
     ) -> TestClient:
-        registry = RunRegistry(folders, Store(store or folders[0] / "serve" / "items.sqlite"), roots, as_given=as_given)
+        place = store or folders[0] / "serve" / "items.sqlite"
+        registry = RunRegistry(folders, Store(place), roots, as_given=as_given, ranking=ranking)
         service = Service(registry, **options)
         client = TestClient(service.gate, raise_server_exceptions=False)
         client.service = service  # type: ignore[attr-defined]

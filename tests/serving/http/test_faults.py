@@ -25,6 +25,7 @@ from sparring.serving.index.run_index import FOLDER
 from sparring.training.folder import model_hash
 from sparring.training.trained import load
 from support.made_run import MadeRun, make_run
+from support.running import Running, environment
 from support.settings import effort
 
 KILLS, UPSERT_KILLS = effort(3, 50), effort(8, 200)
@@ -37,31 +38,6 @@ while True:
     index.save(sys.argv[1])
     time.sleep(0.02)
 """
-
-
-class Running:
-    """A service in its own process."""
-
-    def __init__(self, folder: Path, log: Path) -> None:
-        words = [sys.executable, "-m", "sparring", "serve", str(folder), "--port", "0", "--quiet"]
-        self.log = log
-        with open(log, "wb") as to:
-            self.process = subprocess.Popen(words, stderr=to, env=environment())
-        deadline = time.monotonic() + 120
-        while not (found := re.search(r'"url":"([^"]+)/"', log.read_text())):
-            assert self.process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, "the service did not start"
-            time.sleep(0.05)
-        self.http = httpx.Client(base_url=found[1], timeout=30)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def environment() -> dict[str, str]:
-    source = str(Path(__file__).parents[3] / "src")
-    return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class Doings:

@@ -486,7 +486,7 @@ def test_requests_at_once_without_a_rate(service: Listening) -> None:
 )
 def test_clients_by_address(address: str, client: str) -> None:
     """A client of IPv6 is its network of 64 bits; an IPv4 address is the same client in both notations."""
-    assert module._client(address) == client
+    assert module.client_name(address) == client
 
 
 @pytest.mark.parametrize(("status", "has_length"), [(200, True), (204, False), (304, False), (404, True)])

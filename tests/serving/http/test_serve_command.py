@@ -35,6 +35,9 @@ def test_what_cannot_be_served_is_told_in_one_line(
         ([run, "--watch", "-1"], "--watch"),
         ([run, "--max-body", "much"], "'much'"),
         ([run, "--threads", "0"], "'0'"),
+        ([run, "--workers", "0"], "'0'"),
+        ([run, "--workers", "3.5"], "'3.5'"),
+        ([run, "--workers", "3", "--limit", "connections=2"], "connections"),
         ([run, "--token-file", str(tmp_path / "none")], "token"),
         ([run, "--token-file", str(empty)], "empty"),
         ([run, "--token", "secret"], "--token"),
@@ -56,6 +59,14 @@ def test_a_port_in_use_is_told(truth: MadeRun, capsys: pytest.CaptureFixture[str
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert "--port" in refused([str(truth.folder), "--port", str(taken.getsockname()[1])], capsys)
+
+
+def test_workers_need_a_system_that_hands_sockets_over(
+    truth: MadeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows cannot: the message says so before anything is loaded."""
+    monkeypatch.delattr(socket, "send_fds")
+    assert "--workers" in refused([str(truth.folder), "--port", "0", "--workers", "2"], capsys)
 
 
 def test_an_address_of_another_machine_is_told(

@@ -87,7 +87,8 @@ class Answering:
         known, missing = _find_known(served.catalogue.find_one, queries, "item", served)
         items = np.array(known, np.int64)
         vectors, fields = served.item_queries(items), _fields(served, query, len(queries))
-        return SearchJob(served, queries, None, vectors, query.k, list(items[:, None]), fields=fields, missing=missing)
+        own = list(items[:, None])
+        return SearchJob(served, queries, None, vectors, query.k, own, fields=fields, missing=missing, similar=True)
 
     async def _history_job(self, query: Recommend, history: list[int | str]) -> SearchJob:
         served = self.registry.served(query.run)
@@ -295,6 +296,7 @@ def _run_info(served: ServedRun) -> s.RunInfo:
         queries=len(served.users),
         dim=served.index.dim,
         score=served.trained.model.score,
+        ranking=served.ranking,
         index=served.index.kind,
         recall=1.0 if served.index.kind == "exact" else measured.get("recall"),
         answers=served.answers,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -22,7 +22,7 @@ from sparring.serving.http.pages import ReadSplit, pages
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import MAX_ID, Limits, RequestError
 from sparring.serving.http.searcher import Searcher
-from sparring.serving.http.telemetry import EventLog, Metrics
+from sparring.serving.http.telemetry import EventLog, Figures, Metrics
 from sparring.serving.http.threads import in_thread
 
 _ERROR_SCHEMA = {"type": "object", "properties": {"detail": {"type": "string"}}}
@@ -55,8 +55,18 @@ _PUT: dict[int | str, dict[str, Any]] = {200: {"links": _leads("$request.body#/i
 _WRITE_ERRORS = {**_ERRORS, 507: {"description": "the disk is full"}}
 
 
+class Whole(Protocol):
+    """The service that a worker is part of, as its parent knows it."""
+
+    async def problems(self) -> dict[str, str]:
+        """Why the watch could not reload runs; RequestError unless every worker is ready."""
+
+    async def figures(self) -> Figures:
+        """The figures of all workers together."""
+
+
 class Service:
-    """All parts of one service. `gate` answers requests; `close` stops the threads.
+    """All parts of one service, or of one worker of the `whole`. `gate` answers requests; `close` stops the threads.
 
     service = Service(RunRegistry([Path("runs/first")], Store(...)))
     Server(service, socket.create_server(("127.0.0.1", 8000))).run()
@@ -71,8 +81,9 @@ class Service:
         log: EventLog | None = None,
         read_split: ReadSplit | None = None,
         threads: int = 1,
+        whole: Whole | None = None,
     ) -> None:
-        self.registry, self.limits = registry, limits
+        self.registry, self.limits, self.whole = registry, limits, whole
         self.log = log or EventLog(requests=False)
         self.searcher = Searcher(write_responses, threads, limits.waiting)
         self.encoder = ThreadPoolExecutor(1, "encode", torch.set_num_threads, (threads,))
@@ -93,11 +104,16 @@ class Service:
         self.app.include_router(_routes(self))
         self.app.include_router(pages(registry, read_split))
         plain = {"/v1/recommend": self.answering.plain_recommend, "/v1/similar": self.answering.plain_similar}
-        self.gate = Gate(self.app, plain, self.metrics, self.log, limits, token, hosts)
+        follow = None if registry.peers is None else self._follow
+        self.gate = Gate(self.app, plain, self.metrics, self.log, limits, token, hosts, follow)
+        self.follower = ThreadPoolExecutor(1, "follow")
+
+    def _follow(self) -> Awaitable[None] | None:
+        return in_thread(self.follower, self.registry.catch_up) if self.registry.behind else None
 
     def close(self) -> None:
         self.searcher.close()
-        for pool in (self.encoder, self.filterer, self.writer, self.loader):
+        for pool in (self.encoder, self.filterer, self.writer, self.loader, self.follower):
             pool.shutdown(wait=True, cancel_futures=True)
         self.registry.close()
 
@@ -116,14 +132,15 @@ def _routes(service: Service) -> APIRouter:
         """A run is loaded and can be searched; `degraded` if the watch could not load a newer one, and why."""
         if not service.searcher.alive:
             raise RequestError(503, "the search threads have stopped")
-        problems = dict(registry.problems)
+        problems = dict(registry.problems) if service.whole is None else await service.whole.problems()
         state: dict[str, Any] = {"status": "degraded", "problems": problems} if problems else {"status": "ready"}
         return {**state, "run": registry.served().name, "generation": registry.served().generation}
 
     @routes.get("/metrics", tags=["state"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Metrics in the text format of Prometheus."""
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+        figures = service.metrics.figures() if service.whole is None else await service.whole.figures()
+        return Response(service.metrics.text(figures), media_type="text/plain; version=0.0.4")
 
     @routes.get("/v1/info", tags=["state"], response_model=s.Info)
     async def info() -> s.Info:

@@ -157,8 +157,10 @@ class Catalogue:
     def row(self, dense: int) -> dict[str, Any]:
         """All columns of one item, with its changes."""
         row = self.changed.get(dense)
-        if row is not None:
-            return row
+        return self._given(dense) if row is None else row
+
+    def _given(self, dense: int) -> dict[str, Any]:
+        """The columns of one item in the run."""
         if self.table is not None and dense < len(self.base):
             return {name: _shortest(self.table[name].slice(dense, 1))[0] for name in self.table.columns}
         return {}
@@ -180,7 +182,10 @@ class Catalogue:
                 raise RequestError(422, message) from error
 
     def put(self, item: int | str, columns: Mapping[str, Any]) -> int:
-        """Set columns of an item, adding it if it is new; returns its dense id."""
+        """Give an item these columns instead of the run's, adding it if it is new; returns its dense id.
+
+        Earlier changes do not count: `columns` has all of them.
+        """
         dense = self.find_one(item)
         if dense < 0:
             dense = len(self)
@@ -192,7 +197,7 @@ class Catalogue:
                 if name in self.schema:
                     converted[name] = _converted(name, value, self.schema[name])
         if converted or dense >= len(self.base):
-            self.changed[dense] = {**self.row(dense), **converted}
+            self.changed[dense] = {**self._given(dense), **converted}
             self.version += 1
         return dense
 

@@ -160,7 +160,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport: Any = transport
         peer = transport.get_extra_info("peername")
-        self.client = _client(peer[0]) if peer else ""
+        self.client = client_name(peer[0]) if peer else ""
         self.since = self.time()
         self.due = self.since + self.limits.head_seconds
         self.everyone.add(self)
@@ -428,7 +428,7 @@ def _written(response: Response, last: bool, without_body: bool) -> bytes:
     return b"".join((head, b"connection: close\r\n\r\n" if last else b"\r\n", b"" if without_body else body))
 
 
-def _client(address: str) -> str:
+def client_name(address: str) -> str:
     """The address by which a client is known; of IPv6, the network of 64 bits that one client usually has."""
     if ":" not in address:
         return address

@@ -22,6 +22,7 @@ Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 Plain = Callable[[bytes], Awaitable[bytes] | None]  # request body -> response body; None: ask the application
+Follow = Callable[[], Awaitable[None] | None]
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})  # need no token: health, and the page, which asks for the token
 OPEN_PREFIX = "/page/files/"
@@ -70,7 +71,8 @@ class Gate:
 
     FastAPI costs more per request than a search does. `plain` has, by path, functions that answer valid queries without
     it. For all others they return None, and the application says what is wrong with them. `hosts` are the names that
-    the service answers to; None: any.
+    the service answers to; None: any. `follow` is asked before each answer what must be awaited first: changes that
+    another worker has published; None: there are no others.
 
     The service runs it behind `Connections`. It is an ASGI application too, for tests and other servers.
     """
@@ -84,7 +86,9 @@ class Gate:
         limits: Limits,
         token: str | None = None,
         hosts: Collection[str] | None = None,
+        follow: Follow | None = None,
     ) -> None:
+        self.follow = follow
         self.app, self.plain, self.metrics, self.log, self.limits = app, plain, metrics, log, limits
         self.token = None if token is None else f"Bearer {token}".encode()
         self.hosts = None if hosts is None else {host.lower().encode() for host in hosts}
@@ -152,6 +156,8 @@ class Gate:
 
     def answer(self, request: Request) -> asyncio.Future[Any]:
         """Start on a complete request that passed `check`: the future body of a 200, or the future Response."""
+        if self.follow is not None and (behind := self.follow()) is not None:
+            return asyncio.get_running_loop().create_task(self._answer_after(behind, request))
         method, content_type = request.method, request.content_type
         if method in _WRITES and (request.body or content_type is not None) and not _is_json(content_type or b""):
             raise RequestError(415, "send JSON with the header Content-Type: application/json")
@@ -162,6 +168,10 @@ class Gate:
             if answer is not None:
                 return asyncio.ensure_future(answer)
         return asyncio.get_running_loop().create_task(self._ask_application(request))
+
+    async def _answer_after(self, behind: Awaitable[None], request: Request) -> Any:
+        await behind
+        return await self.answer(request)
 
     def finish(self, request: Request, outcome: Any) -> Response:
         """The response to an outcome of `answer`, or to an exception; counted and logged."""

@@ -6,10 +6,10 @@ import ctypes
 import gc
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,8 +18,22 @@ from sparring.serving.http.schema import RequestError
 from sparring.serving.http.served_run import ServedRun, load_served
 from sparring.serving.http.store import Change, Store
 from sparring.serving.http.threads import contained
+from sparring.training.trained import How
 
 _DRAIN_SECONDS = 2.0  # after a swap, until the memory of the replaced run is released
+
+
+class Peers(Protocol):
+    """The other workers of a service, as a registry sees them (worker.py); a service of one process has none."""
+
+    def published(self) -> tuple[int, int]:
+        """(sequence number, generation) that every answer must have from now on."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """The right to write, which one worker has at a time. When it ends, all have applied what it wrote."""
+
+    def reload(self, name: str, folder: Path) -> float:
+        """Load a run in every worker and swap it in, or raise RequestError: seconds."""
 
 
 class RunRegistry:
@@ -27,7 +41,7 @@ class RunRegistry:
 
     A request holds one `ServedRun` until it is answered, so a swap neither drops requests nor mixes runs. Changes of
     items go to the store first, then to every run; a run that is loaded later applies them before it serves. Writes
-    are serialised.
+    are serialised. `current` has the folder and the generation of each run by name, for a worker that joins others.
 
         registry = RunRegistry([Path("runs/first")], Store("runs/first/serve/items.sqlite"))
         registry.served().catalogue
@@ -46,21 +60,30 @@ class RunRegistry:
         unfinished: bool = False,
         model: str | None = None,
         novelty: float | None = None,
+        ranking: How | None = None,
+        peers: Peers | None = None,
+        current: Mapping[str, tuple[Path, int]] | None = None,
     ) -> None:
         if not folders:
             raise UserError("give at least one run to serve")
         self.store, self.log, self.recipe, self.trust, self.unfinished = store, log, recipe, trust, unfinished
-        self.model, self.novelty = model, novelty
+        self.model, self.novelty, self.ranking = model, novelty, ranking
+        self.peers = peers
         self.problems: dict[str, str] = {}  # run -> why the watch could not reload it
         self.roots = [root.resolve() for root in roots] or [folder.resolve().parent for folder in folders]
         self._writing, self._loading = threading.Lock(), threading.Lock()
         self._runs: dict[str, ServedRun] = {}
         self._given: dict[str, Path] = {}
         self._generation = 0
+        self._prepared: tuple[int, ServedRun] | None = None  # a run that waits for its generation
         for folder in folders:
             name = _unique_name(folder, self._given)
             self._given[name] = folder
-            self._adopt(self._load_first(name, folder, as_given))
+            if current is None:
+                self._adopt(self._load_first(name, folder, as_given))
+            else:
+                self._adopt(self._load(current[name][0], name), current[name][1])
+        self.state = self.store.sequence, self._generation  # of all answers from now on
 
     def served(self, name: str | None = None) -> ServedRun:
         """The run of this name, or the default run."""
@@ -77,7 +100,7 @@ class RunRegistry:
 
     def put(self, items: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[int | str]]]:
         """Add or change items, all or none: (sequence number, items that runs cannot place). Durable on return."""
-        with self._writing:
+        with self._turn(), self._writing:
             default = self.served()
             changes: dict[str, Change] = {}
             for item in items:
@@ -89,7 +112,7 @@ class RunRegistry:
 
     def delete(self, ids: Sequence[int | str]) -> tuple[int, dict[str, list[int | str]]]:
         """Delete items, all or none; an item that no run ever knew is an error. Durable on return."""
-        with self._writing:
+        with self._turn(), self._writing:
             for item in ids:
                 if all(served.catalogue.find_one(item) < 0 and str(item) not in served.waiting for served in self.runs):
                     raise RequestError(404, f"unknown item {item!r}")
@@ -103,6 +126,9 @@ class RunRegistry:
         current = self.served(name)
         slot, folder = current.name, current.folder if run is None else self._allowed(run)
         del current  # must not keep the replaced run in memory
+        if self.peers is not None:
+            seconds = self.peers.reload(slot, folder)
+            return self.served(slot), seconds
         if not self._loading.acquire(blocking=False):
             raise RequestError(409, "another run is being loaded; try again when it is done")
         began = time.perf_counter()
@@ -116,17 +142,62 @@ class RunRegistry:
         finally:
             self._loading.release()
         with self._writing:
-            self.store.write_state(f"swapped {self._given[slot].resolve()}", str(new.folder.resolve()))
-        trim = threading.Timer(_DRAIN_SECONDS, _release_memory)
-        trim.daemon = True
-        trim.start()
+            remember_swap(self.store, self._given[slot], new.folder)
+        _release_memory_soon()
         seconds = time.perf_counter() - began
         self.log("reloaded", run=slot, folder=str(folder), generation=new.generation, seconds=round(seconds, 3))
         return new, seconds
 
+    def prepare(self, generation: int, name: str, folder: Path) -> ServedRun:
+        """Load a run that `catch_up` swaps in when this generation is published."""
+        new = contained(self._load, folder, name)
+        new.apply(self.store.since(0), self.store.sequence)
+        with self._writing:
+            self._prepared = generation, new
+        return new
+
+    def drop_prepared(self) -> None:
+        with self._writing:
+            self._prepared = None
+
+    @property
+    def behind(self) -> bool:
+        """Whether other workers have published changes or a run that this one has yet to take over."""
+        if self.peers is None:
+            return False
+        sequence, generation = self.peers.published()
+        return sequence > self.state[0] or generation != self.state[1]
+
+    def catch_up(self, sequence: int = 0) -> None:
+        """Take over the published run, and the changes that were published or come up to `sequence`."""
+        assert self.peers is not None
+        with self._writing:
+            published, generation = self.peers.published()
+            self.store.sequence = sequence = max(sequence, published, self.state[0])
+            prepared = None if self._prepared is None else self._prepared[1]
+            for served in (*self.runs, *([] if prepared is None else [prepared])):
+                if served.sequence < sequence:
+                    served.apply(self.store.since(served.sequence), sequence)
+            if generation != self._generation:
+                if self._prepared is None or self._prepared[0] != generation:  # it was leaving, and was not asked
+                    raise RequestError(503, "this worker is stopping; try again")
+                new, self._prepared, self._generation = self._prepared[1], None, generation
+                self._swap_in(new, generation)
+                _release_memory_soon()
+            self.state = sequence, generation
+
     def close(self) -> None:
         with self._writing:
             self.store.close()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self.peers is None:
+            yield
+            return
+        with self.peers.turn():
+            self.catch_up()
+            yield
 
     def _load_first(self, name: str, folder: Path, as_given: bool) -> ServedRun:
         """The run to start with: the one that replaced `folder` in an earlier swap, if it can still be loaded."""
@@ -140,16 +211,21 @@ class RunRegistry:
         return self._load(folder, name)
 
     def _load(self, folder: Path, name: str) -> ServedRun:
-        return load_served(folder, name, self.recipe, self.trust, self.unfinished, self.model, self.novelty)
+        options = self.recipe, self.trust, self.unfinished, self.model, self.novelty, self.ranking
+        return load_served(folder, name, *options)
 
-    def _adopt(self, new: ServedRun) -> None:
+    def _adopt(self, new: ServedRun, generation: int | None = None) -> None:
         new.apply(self.store.since(0), self.store.sequence)
         with self._writing:
             if new.sequence < self.store.sequence:  # changes that arrived meanwhile
                 new.apply(self.store.since(new.sequence), self.store.sequence)
-            self._generation += 1
-            new.generation = self._generation
-            self._runs[new.name] = new
+            generation = self._generation + 1 if generation is None else generation
+            self._generation = max(self._generation, generation)
+            self._swap_in(new, generation)
+
+    def _swap_in(self, new: ServedRun, generation: int) -> None:
+        new.generation = generation
+        self._runs[new.name] = new
         if new.waiting:
             why = "unknown to this run: no training data, no known items they are like, and a vector of another model"
             self.log(
@@ -186,6 +262,7 @@ class RunRegistry:
         sequence = self.store.write(changes)
         for served in self.runs:
             served.apply(changes, sequence)
+        self.state = sequence, self.state[1]
         keys = {str(change.id) for change in changes}
         waiting = {served.name: [served.waiting[key] for key in served.waiting.keys() & keys] for served in self.runs}
         return sequence, {name: items for name, items in waiting.items() if items}
@@ -211,6 +288,17 @@ def _check_placement(served: ServedRun, change: Change, pending: Mapping[str, Ch
             raise RequestError(422, f"item {item!r} cannot be like {other!r}: there is no such item")
     if not any(str(other) in pending for other in change.like or ()):
         served.place(change)
+
+
+def remember_swap(store: Store, given: Path, folder: Path) -> None:
+    """Let the next service that is started with `given` begin with `folder`."""
+    store.write_state(f"swapped {given.resolve()}", str(folder.resolve()))
+
+
+def _release_memory_soon() -> None:
+    trim = threading.Timer(_DRAIN_SECONDS, _release_memory)
+    trim.daemon = True
+    trim.start()
 
 
 def _release_memory() -> None:

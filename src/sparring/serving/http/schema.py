@@ -62,6 +62,9 @@ class RequestError(Exception):
         super().__init__(message)
         self.status, self.message = status, message
 
+    def __reduce__(self) -> tuple[Any, ...]:  # workers and their parent exchange errors
+        return RequestError, (self.status, self.message)
+
 
 Text = Annotated[StrictStr, Field(max_length=MAX_TEXT)]
 Name = Annotated[StrictStr, Field(max_length=MAX_ID)]
@@ -222,8 +225,9 @@ class RunInfo(BaseModel):
     queries: int
     dim: int
     score: str
-    index: str = Field(description="exact, hnsw, ivf, ..., lists or fused")
-    recall: float | None = Field(description="recall of the index, as measured by `sparring index`")
+    ranking: str = Field(description="towers, classifiers, or both fused; fused too for a run that is fused of others")
+    index: str = Field(description="exact, hnsw, cagra, ivf, ..., lists or fused")
+    recall: float | None = Field(description="recall of the lists, as measured by `sparring index`")
     answers: list[str] = Field(description="supported queries: user, history, text, similar")
     sources: dict[str, float] | None = Field(description="weights of the runs of a fused run; null otherwise")
     history_by: str | None = Field(

@@ -17,6 +17,7 @@ from sparring.serving.http.schema import RequestError
 from sparring.serving.http.served_run import ServedRun
 from sparring.serving.http.threads import contained
 from sparring.serving.index.scored import FusedItems, SourceFigures
+from sparring.serving.index.staged import StagedItems
 
 _MAX_BATCH = 64  # queries in one search
 _MIN_SHARE = 8  # queries below which splitting the work over a second thread does not pay
@@ -38,13 +39,14 @@ class SearchJob:
     filters: Any = None  # equal if allow, passing and deny are equal; None without filters
     fields: tuple[str, ...] = ()
     unknown: Sequence[int | str] = ()  # items of a history that the run does not know
+    similar: bool = False  # items as queries, which are compared by the towers
     missing: frozenset[int | str] = frozenset()  # unknown queries; every field but `queries` skips them
     sources: Sequence[dict[str, Any]] = ()  # of a fused run, once it was searched: share and time of each source
     response: asyncio.Future[bytes] | None = None
 
     @property
     def batch_key(self) -> tuple[Any, ...]:
-        return id(self.served), self.k, self.fields, self.filters
+        return id(self.served), self.k, self.fields, self.filters, self.similar
 
     def __len__(self) -> int:
         return len(self.exclude)
@@ -175,7 +177,8 @@ class Searcher:
             scores, items, figures = index.search_sources(q, first.k, exclude, allow, first.deny)
             _set_sources(batch, figures)
         else:
-            scores, items = index.search(q, first.k, exclude, allow, first.deny)
+            search = index.similar if first.similar and isinstance(index, StagedItems) else index.search
+            scores, items = search(q, first.k, exclude, allow, first.deny)
         with self._wake:
             self.batches += 1
             self.searched += len(q)

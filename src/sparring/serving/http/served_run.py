@@ -20,14 +20,23 @@ from sparring.serving.http.placement import ItemPlacer
 from sparring.serving.http.schema import RequestError
 from sparring.serving.http.store import Change
 from sparring.serving.index import Index, index_files
-from sparring.serving.index.run_index import FOLDER, cut_as_indexed, has_index, open_index, open_lists
+from sparring.serving.index.run_index import (
+    FOLDER,
+    cut_as_indexed,
+    has_index,
+    open_index,
+    open_lists,
+    open_staged,
+    ranking_of,
+)
 from sparring.serving.index.scored import FusedItems, ScoredItems
 from sparring.serving.index.searchable import Searchable
+from sparring.serving.index.staged import StagedItems
 from sparring.training import trained as runs
 from sparring.training.folder import model_hash
 from sparring.training.item_vectors import item_queries, item_vectors, mean_query
 from sparring.training.sources import Sources
-from sparring.training.trained import Trained
+from sparring.training.trained import How, Trained
 
 _PROBES = 16  # queries and items that a newly loaded run is tried on
 # The manifest is written last: an interrupted run that is resumed may end with the model that it already had.
@@ -47,6 +56,7 @@ class ServedRun:
     users: IdLookup
     placer: ItemPlacer
     signature: tuple[Any, ...]
+    ranking: How = "towers"
     generation: int = 1
     sequence: int = 0  # the last change that was applied
     notes: list[str] = field(default_factory=list)
@@ -110,7 +120,7 @@ class ServedRun:
 
     def item_queries(self, dense: np.ndarray) -> np.ndarray:
         """Items as queries for similar items, by the towers; the bias, which reflects popularity, does not count."""
-        if not isinstance(self.index, Index):
+        if not isinstance(self.index, Index | StagedItems):
             self._check_listed(dense)
             items, model = torch.from_numpy(dense), self.trained.model
             found = model.item_queries(items) if isinstance(model, Sources) else item_queries(model, items)
@@ -120,7 +130,7 @@ class ServedRun:
         return vectors
 
     def vectors(self, dense: np.ndarray) -> np.ndarray:
-        assert isinstance(self.index, Index)
+        assert isinstance(self.index, Index | StagedItems)
         try:
             return self.index.vectors_of(dense)
         except UserError:
@@ -179,7 +189,7 @@ class ServedRun:
         return vector
 
     def _from_like(self, like: Sequence[int | str], placed: Mapping[int, np.ndarray]) -> np.ndarray | None:
-        assert isinstance(self.index, Index)
+        assert isinstance(self.index, Index | StagedItems)
         dense = self.catalogue.find(like)
         untrained = np.fromiter((item in self.untrained for item in dense.tolist()), bool, len(dense))
         trained = dense[(dense >= 0) & (dense < len(self.index.ids)) & ~untrained]  # even if deleted since
@@ -228,7 +238,7 @@ class ServedRun:
         if restored:
             self.index.restore(np.fromiter(restored, np.int64, len(restored)))
         if placed:
-            assert isinstance(self.index, Index)
+            assert isinstance(self.index, Index | StagedItems)
             self.index.add(np.fromiter(placed, np.int64, len(placed)), np.stack(list(placed.values())))
         self.sequence = sequence
 
@@ -274,27 +284,36 @@ def load_served(
     unfinished: bool = False,
     model: str | None = None,
     novelty: float | None = None,
+    ranking: How | None = None,
 ) -> ServedRun:
     """Load a run with its index and probe them: finite vectors, an index of this model, searches that find items.
 
-    `recipe`, `model`, `trust`, `unfinished` and `novelty` as in `load`. A run without an index is searched exactly. A
-    damaged index, or that of another model or novelty, raises UserError.
+    `recipe`, `model`, `trust`, `unfinished` and `novelty` as in `load`, `ranking` as in `ranking_of`. A run without an
+    index is searched exactly. A damaged index, or that of another model, novelty or ranking, raises UserError.
     """
     before = signature(folder)
     trained = runs.load(folder, model, recipe=recipe, trust=trust, unfinished=unfinished, novelty=novelty)
     notes: list[str] = []
     if trained.novelty:
         notes.append(f"novelty {trained.novelty:g}: scores are corrected for the popularity of items")
+    how = ranking_of(trained, ranking)
+    if trained.has_vectors and how != trained.how():
+        better = f"`sparring index {folder}` builds one for it" if has_index(folder) else "as asked"
+        notes.append(f"ranked by {how}, not by {trained.how()}, which is the run's own: {better}")
     trained = _with_lists(trained)
     index: Searchable
     if isinstance(trained.model, Sources):
         parts = [_index(each.model, each.folder, trained.novelty, notes) for each in trained.model.sources]
         index = FusedItems(trained.model, parts)
+    elif how != "towers":
+        index = open_staged(trained, how)
+        if not has_index(folder):
+            _note_exact(len(index.ids), folder, notes)
     else:
         index = _index(trained.model, folder, trained.novelty, notes)
     catalogue, users = Catalogue(trained.ids), IdLookup(trained.ids.query_ids)
     placer = ItemPlacer(trained, model_hash(folder))
-    served = ServedRun(name, folder, trained, index, catalogue, users, placer, before, notes=notes)
+    served = ServedRun(name, folder, trained, index, catalogue, users, placer, before, how, notes=notes)
     _check(served)
     if signature(folder, _RUN) != before[: len(_RUN)]:  # an index is replaced at once, and was read whole
         raise UserError(f"{folder} was written while it was read: try again when that is done")
@@ -302,8 +321,8 @@ def load_served(
     if len(untrained):
         index.remove(untrained)
         but = "recommended only if put with a vector, a text or items that they are like"
-        how = but if placer.ways else "not recommended"
-        notes.append(f"{len(untrained):,} items have no training interactions: they are {how}")
+        listed = but if placer.ways else "not recommended"
+        notes.append(f"{len(untrained):,} items have no training interactions: they are {listed}")
     return served
 
 
@@ -333,11 +352,14 @@ def _index(model: Retriever, folder: Path, novelty: float, notes: list[str]) -> 
     else:
         vectors = item_vectors(model, folder).float().contiguous().numpy()
         index = Index(vectors, np.arange(len(vectors)))
-        if len(vectors) > 100_000:
-            how = f"build one with `sparring index {folder}`"
-            notes.append(f"no index: searching {len(vectors):,} items exactly; {how}")
+        _note_exact(len(vectors), folder, notes)
     _check_vectors(index, model, folder)
     return index
+
+
+def _note_exact(n: int, folder: Path, notes: list[str]) -> None:
+    if n > 100_000:
+        notes.append(f"no index: searching {n:,} items exactly; build one with `sparring index {folder}`")
 
 
 def _check_vectors(index: Index, model: Retriever, folder: Path) -> None:

@@ -9,6 +9,8 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from sparring.core.devices import usable_cores
 from sparring.core.errors import UserError
@@ -27,8 +29,12 @@ try:
 except ImportError:  # it does not exist for Windows
     from asyncio import new_event_loop  # type: ignore[assignment]
 
-_STOP_SECONDS = 30.0  # the longest time to finish requests after a signal
+STOP_SECONDS = 30.0  # the longest time to finish requests after a signal
 _BACKLOG = 2048
+
+
+class Closing(Protocol):
+    def close(self) -> None: ...
 
 
 class Server:
@@ -50,20 +56,23 @@ class Server:
     async def serve(self) -> None:
         loop, connections = asyncio.get_running_loop(), self.connections
         async with self._app.router.lifespan_context(self._app):
-            server = await loop.create_server(
-                lambda: Connection(connections, loop), sock=self._listener, backlog=_BACKLOG
-            )
+            accepting = await self._accept(loop)
             self.started = True
             self._on_ready()
             while not self.should_exit:
                 await self._sweep(loop)
-            server.close()
+            accepting.close()
             connections.stop(loop.time())
-            end = loop.time() + _STOP_SECONDS
+            end = loop.time() + STOP_SECONDS
             while connections.open and loop.time() < end and not self.force_exit:
                 await self._sweep(loop)
             for connection in list(connections.open):
                 connection.abort()
+
+    async def _accept(self, loop: asyncio.AbstractEventLoop) -> Closing:
+        return await loop.create_server(
+            lambda: Connection(self.connections, loop), sock=self._listener, backlog=_BACKLOG
+        )
 
     async def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         await asyncio.sleep(SWEEP_SECONDS)
@@ -102,25 +111,16 @@ def run(
     """
     names = host_names(host, published, token)
     log = log or EventLog()
-    try:
-        listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
-        )
-    except OSError as error:
-        why = "the address is in use or does not belong to this machine; choose another with --host or --port"
-        raise UserError(f"cannot listen on {host}:{port}: {why}") from error
+    listener, url = listen(host, port)
     service = Service(registry, limits, token, names, log, read_split, threads or usable_cores())
-    name, bound_port = listener.getsockname()[:2]
-    address = f"[{name}]" if ":" in name else name
-    _log_notes(registry, log)
+    log_notes(registry, log)
     run_names, items = [served.name for served in registry.runs], len(registry.served().index)
-    url = f"http://{address}:{bound_port}/"
     server = Server(service, listener, lambda: log("serving", url=url, runs=run_names, items=items, pid=os.getpid()))
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.exit)
     if watch is not None:
-        threading.Thread(target=_watch, args=(registry, watch, stop), name="watch", daemon=True).start()
+        start_watch(registry, watch, stop)
     try:
         server.run()
     finally:
@@ -129,14 +129,59 @@ def run(
         log("stopped")
 
 
-def _log_notes(registry: RunRegistry, log: EventLog) -> None:
+def listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that listens, and the address of the service."""
+    try:
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
+        )
+    except OSError as error:
+        why = "the address is in use or does not belong to this machine; choose another with --host or --port"
+        raise UserError(f"cannot listen on {host}:{port}: {why}") from error
+    name, bound_port = listener.getsockname()[:2]
+    address = f"[{name}]" if ":" in name else name
+    return listener, f"http://{address}:{bound_port}/"
+
+
+def log_notes(registry: RunRegistry, log: EventLog) -> None:
     """A function of its own: a local variable of `run` would keep a replaced run in memory."""
     for served in registry.runs:
         for note in served.notes:
             log("note", run=served.name, note=note)
 
 
-def _watch(registry: RunRegistry, seconds: float, stop: threading.Event) -> None:
+class Watched(Protocol):
+    """A run that is served, as the watch sees it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def signature(self) -> tuple[Any, ...]: ...
+
+
+class Reloading(Protocol):
+    """Runs that can be reloaded: those of a registry, or of all workers."""
+
+    problems: dict[str, str]
+
+    @property
+    def log(self) -> Callable[..., None]: ...
+
+    @property
+    def runs(self) -> Sequence[Watched]: ...
+
+    def served(self, name: str | None = None) -> Watched: ...
+
+    def reload(self, run: str | None = None, name: str | None = None) -> object: ...
+
+
+def start_watch(registry: Reloading, seconds: float, stop: threading.Event) -> None:
+    threading.Thread(target=_watch, args=(registry, seconds, stop), name="watch", daemon=True).start()
+
+
+def _watch(registry: Reloading, seconds: float, stop: threading.Event) -> None:
     """Reload runs whose files change, unless training is in progress. A rejected run waits for its next change.
 
     A failure of any kind is logged and shown by /readyz until the run is reloaded, and the watch goes on.
@@ -155,7 +200,7 @@ def _watch(registry: RunRegistry, seconds: float, stop: threading.Event) -> None
 
 
 def _reload_changed(
-    registry: RunRegistry, name: str, rejected: dict[str, object], settle: float, stop: threading.Event
+    registry: Reloading, name: str, rejected: dict[str, object], settle: float, stop: threading.Event
 ) -> None:
     folder, loaded = registry.served(name).folder, registry.served(name).signature
     current = signature(folder)

@@ -50,16 +50,17 @@ class Store:
 
     SQLite in WAL mode with synchronous=FULL: once `write` returns, neither a kill nor a power cut loses the change.
     Each row has a hash of its values, and opening checks the structure, so damage is an error and never an answer.
-    Only one service may open it; the lock ends with the process.
+    Only one service may open it; the lock ends with the process. The workers of a service open it `held` by their
+    parent; their `sequence` is then the last change that they know of.
 
         store = Store("runs/first/serve/items.sqlite")
         store.write([Change("espresso", {"title": "Espresso"}, like=["ristretto"])])
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, held: bool = False) -> None:
         self.path = Path(path)
         try:
-            self._lock = Lock(self.path.with_name(self.path.name + ".lock"))
+            self._lock = None if held else Lock(self.path.with_name(self.path.name + ".lock"))
         except HeldError as error:
             raise UserError(
                 f"{self.path} is in use by another service: stop it, or choose another file with --store FILE"
@@ -71,9 +72,10 @@ class Store:
         try:
             self._db = self._opened()
         except BaseException:
-            self._lock.release()
+            if self._lock is not None:
+                self._lock.release()
             raise
-        self.sequence = int(self._db.execute("SELECT coalesce(max(sequence), 0) FROM items").fetchone()[0])
+        self.sequence = self.last()
 
     def _opened(self) -> sqlite3.Connection:
         try:
@@ -110,6 +112,10 @@ class Store:
         self._transaction("INSERT OR REPLACE INTO items VALUES (?, ?, ?, ?, ?, ?, ?)", hashed)
         self.sequence += len(rows)
         return self.sequence
+
+    def last(self) -> int:
+        """The sequence number of the last change in the file."""
+        return int(self._db.execute("SELECT coalesce(max(sequence), 0) FROM items").fetchone()[0])
 
     def get(self, item: int | str) -> Change | None:
         rows = self._rows(_ITEMS + "id = ?", str(item))
@@ -148,7 +154,8 @@ class Store:
 
     def close(self) -> None:
         self._db.close()
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def _transaction(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
         try:
