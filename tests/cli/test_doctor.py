@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import json
 import shutil
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -118,3 +119,16 @@ def test_native_kernels_say_why_they_are_off(monkeypatch: pytest.MonkeyPatch, tm
     assert "chmod go-w" in doctor.tools([])["native kernels"]
     monkeypatch.setattr(library, "active", False)
     assert doctor.tools([])["native kernels"] == "off: SPARRING_NATIVE=0"
+
+
+def test_two_packages_of_faiss(examined: Callable[[], Report], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two packages that share the module faiss are wrong; the facts say whether it builds graphs on a GPU."""
+    pytest.importorskip("faiss")
+    installed(monkeypatch, faiss_cpu="1.15.1", faiss_gpu_cuvs="1.15.1")
+    assert any("faiss-gpu-cuvs" in line and "sparring[gpu-index]" in line for line in examined()["wrong"])
+    installed(monkeypatch, faiss_cpu="1.15.1", faiss_gpu_cuvs=None)
+    report = examined()
+    assert not any("faiss-gpu-cuvs" in line for line in report["wrong"])
+    assert "cagra" in report["tools"]["FAISS"]
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    assert "sparring[serve]" in examined()["tools"]["FAISS"]

@@ -13,9 +13,11 @@ import torch
 from sparring.core.errors import UserError
 from sparring.core.types import Positives
 from sparring.serving.index import Effort, Index, faiss_backends
+from sparring.serving.index.faiss_backends import GRAPHS
+from support.cagra import pretend_gpu
 
 N, D, B = 3000, 12, 20
-APPROXIMATE = ("hnsw", "ivf", "ivfsq", "ivfpq")
+APPROXIMATE = ("hnsw", "cagra", "ivf", "ivfsq", "ivfpq")
 rng = np.random.default_rng(0)
 CENTRES = rng.standard_normal((60, D))
 VECTORS = (CENTRES[rng.integers(0, 60, N)] + 0.5 * rng.standard_normal((N, D))).astype(np.float32)
@@ -28,8 +30,16 @@ def built() -> dict[str, Index]:
     """One index of each kind over the same vectors with little effort, where filters must hold too."""
     pytest.importorskip("faiss")
     quantizer = faiss_backends.cells(VECTORS, seed=0)
-    made = {name: faiss_backends.make(name, VECTORS, quantizer, code=6) for name in APPROXIMATE}
-    efforts = {"hnsw": Effort(4), "ivf": Effort(2), "ivfsq": Effort(2, 1.5), "ivfpq": Effort(2, 3.0)}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        pretend_gpu(monkeypatch)
+        made = {name: faiss_backends.make(name, VECTORS, quantizer, code=6) for name in APPROXIMATE}
+    efforts = {
+        "hnsw": Effort(4),
+        "cagra": Effort(4),
+        "ivf": Effort(2),
+        "ivfsq": Effort(2, 1.5),
+        "ivfpq": Effort(2, 3.0),
+    }
     return {name: Index(VECTORS, IDS, name, made[name], efforts[name]) for name in APPROXIMATE}
 
 
@@ -86,7 +96,7 @@ def test_with_full_effort_every_kind_is_nearly_exact(built: dict[str, Index], ki
         IDS,
         kind,
         base.ann,
-        Effort(N if kind == "hnsw" else faiss_backends.n_cells(N), 1.0 if kind in ("hnsw", "ivf") else 5.0),
+        Effort(N if kind in GRAPHS else faiss_backends.n_cells(N), 1.0 if kind in (*GRAPHS, "ivf") else 5.0),
     )
     _, ids = found.search(QUERIES, 20)
     shares = [len(set(ids[b].tolist()) & set(brute(QUERIES[b], catalogue(), 20, set()))) / 20 for b in range(B)]
@@ -250,9 +260,10 @@ def test_vectors_that_do_not_fit_are_refused(index: Index) -> None:
         Index(VECTORS[:2], np.array([5, 5]))
 
 
-def test_sizes_are_known_before_building() -> None:
+def test_sizes_are_known_before_building(monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimated memory is within 5 % and 10 kB of the actual size."""
     faiss = pytest.importorskip("faiss")
+    pretend_gpu(monkeypatch)
     quantizer = faiss_backends.cells(VECTORS, seed=0)
     for name in APPROXIMATE:
         taken = len(faiss.serialize_index(faiss_backends.make(name, VECTORS, quantizer, code=6)))
@@ -277,7 +288,7 @@ def test_without_faiss_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         faiss_backends.make("hnsw", VECTORS)
 
 
-@pytest.mark.parametrize("kind", ["hnsw", "ivf"])
+@pytest.mark.parametrize("kind", [*GRAPHS, "ivf"])
 @pytest.mark.parametrize("sizes", [[0] * B, [0, 1, 14, 32] * 5, [15] * B])
 def test_few_queries_that_hide_a_few_items_find_what_any_search_finds(
     built: dict[str, Index], kind: str, sizes: list[int]
@@ -288,7 +299,7 @@ def test_few_queries_that_hide_a_few_items_find_what_any_search_finds(
     seen = [np.concatenate([order[b, :size], [N + 7, N + 7]]) if size else order[b, :0] for b, size in enumerate(sizes)]
     start = np.concatenate([[0], np.cumsum([len(each) for each in seen])])
     packed = Positives(torch.from_numpy(start), torch.from_numpy(np.concatenate(seen)))
-    for effort in (Effort(2), Effort(N if kind == "hnsw" else faiss_backends.n_cells(N))):
+    for effort in (Effort(2), Effort(N if kind in GRAPHS else faiss_backends.n_cells(N))):
         found = Index(VECTORS, np.arange(N), kind, built[kind].ann, effort)
         items = {item: VECTORS[item].astype(np.float64) for item in range(N)}
         for _ in range(2):

@@ -17,6 +17,8 @@ import pytest
 from sparring.core.errors import UserError
 from sparring.core.manifest import file_hash, read_sealed, write_sealed
 from sparring.serving.index import Effort, Index, faiss_backends, index_files
+from sparring.serving.index.faiss_backends import GRAPHS
+from support.cagra import pretend_gpu
 
 N, D = 2000, 8
 rng = np.random.default_rng(1)
@@ -28,9 +30,12 @@ def made(kind: str) -> Index:
     if kind == "exact":
         return Index(VECTORS, np.arange(N) * 3)
     pytest.importorskip("faiss")
-    ann = faiss_backends.make(kind, VECTORS, None if kind == "hnsw" else faiss_backends.cells(VECTORS, 0), code=4)
+    quantizer = None if kind in GRAPHS else faiss_backends.cells(VECTORS, 0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        pretend_gpu(monkeypatch)
+        ann = faiss_backends.make(kind, VECTORS, quantizer, code=4)
     return Index(
-        VECTORS, np.arange(N) * 3, kind, ann, Effort(40, 1.0 if kind in ("hnsw", "ivf") else 2.0), {"note": "kept"}
+        VECTORS, np.arange(N) * 3, kind, ann, Effort(40, 1.0 if kind in (*GRAPHS, "ivf") else 2.0), {"note": "kept"}
     )
 
 

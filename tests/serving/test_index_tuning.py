@@ -30,6 +30,7 @@ from sparring.serving.index import KINDS, Index, recall_tuning, tune
 from sparring.serving.index.run_index import build_index, open_index
 from sparring.training import trained as runs
 from sparring.training.fitting import fit
+from support.cagra import pretend_gpu
 from support.run_files import change_tensors
 
 rng = np.random.default_rng(2)
@@ -70,9 +71,11 @@ def measured_recall(index: Index, k: int, queries: np.ndarray = QUERIES) -> floa
 
 
 @pytest.mark.parametrize("kind", [name for name in KINDS if name != "exact"])
-def test_each_kind_is_tuned_to_the_recall_asked_for(kind: str) -> None:
+def test_each_kind_is_tuned_to_the_recall_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recall by brute force on the same queries meets the target; the measured points bracket it."""
     pytest.importorskip("faiss")
+    if kind == "cagra":
+        pretend_gpu(monkeypatch)
     tuned = tune(ITEMS, QUERIES, k=10, recall=0.95, kind=kind)
     assert tuned.index.kind == tuned.chosen.kind == kind
     assert measured_recall(tuned.index, 10) >= 0.95
@@ -257,9 +260,11 @@ def test_lists_end_where_unseen_items_do(run: Path, tmp_path: Path) -> None:
     assert len(pl.read_parquet(tmp_path / "b.parquet")) == 7 * n_queries
 
 
-def test_lists_through_the_index_leave_out_seen_items(run: Path, tmp_path: Path) -> None:
-    """An exact index gives the exact lists; ivf gives k unseen items each."""
-    pytest.importorskip("faiss")
+def test_lists_through_the_index_leave_out_seen_items(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exact index gives the exact lists; ivf and cagra give k unseen items each."""
+    pretend_gpu(monkeypatch)
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     assert main(["recommend", str(copy), "--all", "--k", "10", "--out", str(tmp_path / "exact.parquet")]) == 0
     exact = pl.read_parquet(tmp_path / "exact.parquet")
@@ -272,7 +277,7 @@ def test_lists_through_the_index_leave_out_seen_items(run: Path, tmp_path: Path)
             strict=True,
         )
     )
-    for kind in ("exact", "ivf"):
+    for kind in ("exact", "ivf", "cagra"):
         assert (
             main(["index", str(copy), "--kind", kind, "--recall", "0.8", "--k", "10", "--queries", "300", "--quiet"])
             == 0

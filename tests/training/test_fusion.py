@@ -13,12 +13,14 @@ import torch.nn.functional as F
 
 import sparring
 from sparring.cli import main
+from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.manifest import add_files
 from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.models.fusion import Fused
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
-from sparring.training.stages import best_ranking
+from sparring.training.stages import compare_rankings
 from support.texts import text_parts
 
 SETTINGS = {
@@ -78,27 +80,28 @@ def test_fit_trains_all_stages(run: sparring.Trained) -> None:
     assert by_default.equals(asked)
 
 
-@pytest.mark.parametrize("best", ["encoder", "classifiers", "fused"])
+@pytest.mark.parametrize("best", ["towers", "classifiers", "fused"])
 def test_the_default_is_the_best_ranking_on_held_out_queries(best: str) -> None:
     """Of towers, classifiers and both, the one that ranks as relevance does is chosen."""
     random = np.random.default_rng(0)
-    truth, noise = (F.normalize(torch.from_numpy(random.normal(size=(100, 4))).float(), dim=1) for _ in range(2))
-    (q, v), (r, w) = truth.split([60, 40]), noise.split([60, 40])
-    score = q @ v.T + (r @ w.T if best == "fused" else 0)
-    items = score.topk(3).indices.flatten().numpy().astype(np.int32)
+    vectors = F.normalize(torch.from_numpy(random.normal(size=(140, 4))).float(), dim=1)
+    q, v, w = vectors.split([60, 40, 40])
+    score = q @ v.T + (q @ w.T if best == "fused" else 0)
+    right = score.topk(3).indices.flatten().numpy().astype(np.int32)
     valid = Interactions(
-        np.repeat(np.arange(60, dtype=np.int32), 3), items, Vocabulary(np.arange(60)), Vocabulary(np.arange(40))
+        np.repeat(np.arange(60, dtype=np.int32), 3), right, Vocabulary(np.arange(60)), Vocabulary(np.arange(40))
     )
-    towers = {"encoder": ((q, v), (r, w)), "classifiers": ((r, -w), (q, v)), "fused": ((q, v), (r, w))}[best]
     models = []
-    for queries, vectors in towers:
+    for items in {"towers": (v, -w), "classifiers": (-w, v), "fused": (v, w)}[best]:
         model = Retriever(IdTower(60, 4), IdTower(40, 4), "cosine")
         with torch.no_grad():
-            model.query.weight.copy_(queries)
-            model.item.weight.copy_(vectors)
+            model.query.weight.copy_(q)
+            model.item.weight.copy_(items)
         models.append(model)
     fused = Fused(*models, np.ones(40, dtype=np.float32))
-    assert best_ranking(fused, valid, None, "ndcg@3", seed=1) == best
+    compared = compare_rankings(fused, valid, None, "ndcg@3", seed=1)
+    assert list(compared) == ["towers", "classifiers", "fused"]
+    assert max(compared, key=lambda name: compared[name]) == best
 
 
 def test_known_queries_are_ranked_by_both(run: sparring.Trained, parts: Split) -> None:
@@ -113,7 +116,7 @@ def test_known_queries_are_ranked_by_both(run: sparring.Trained, parts: Split) -
     np.testing.assert_allclose(found["score"], np.concatenate(scores), atol=1e-5)
     assert run.fused is not None
     unit = F.normalize(run.model.query_vectors(at), dim=1) @ run.fused.clf.item_vectors().T
-    towers = run.recommend(asked, 5, ranking="encoder")
+    towers = run.recommend(asked, 5, ranking="towers")
     near = run.model.query_vectors(at) @ run.model.item_vectors().T
     for query, own in enumerate(taken):
         near[query, list(own)] = -torch.inf
@@ -130,7 +133,7 @@ def test_new_texts_are_ranked_by_both(run: sparring.Trained, parts: Split) -> No
     items, _ = by_hand(run, run.encode_texts(texts, "query"), [set(), set()], 5)
     found = lists(run.recommend_text(texts, 5, ranking="fused"))
     assert found == [parts.train.item_ids.decode(each).tolist() for each in items]
-    assert lists(run.recommend_text(texts, 5, ranking="encoder")) != found
+    assert lists(run.recommend_text(texts, 5, ranking="towers")) != found
 
 
 def test_a_run_without_classifiers_has_no_fused_ranking(parts: Split, tmp_path: Path) -> None:
@@ -143,7 +146,7 @@ def test_a_run_without_classifiers_has_no_fused_ranking(parts: Split, tmp_path: 
         device="cpu",
     )
     run = sparring.load(tmp_path / "run")
-    assert run.how() == "encoder"
+    assert run.how() == "towers"
     with pytest.raises(UserError, match="no fused ranking"):
         run.recommend([0], ranking="fused")
     with pytest.raises(UserError, match="ranking is 'knn'; it must be"):
@@ -181,31 +184,40 @@ def test_every_command_ranks_by_both_and_can_be_asked_for_the_towers(
     assert f"test, {best}: {figures['clf']}" in last
     assert f"towers alone: {figures['knn']}" in last
     card = (trained / "README.md").read_text()
-    assert "Ranked by the classifiers alone, the best on the validation part." in card
+    valid = ", ".join(f"{name} {value:.4f}" for name, value in result["rankings"].items())
+    assert f"Ranked by the classifiers alone, chosen on the validation part ({valid})." in card
+    assert f"ranking: {best}; ndcg@10 of the validation part: {valid}" in trained.with_name("out").read_text()
     assert f"| recall | {chosen['metrics']['recall@1']:.4f} | {chosen['metrics']['recall@10']:.4f} |" in card
-    assert f'`ranking="encoder"`: {figures["knn"]}' in card
+    assert f"(`--ranking towers`): {figures['knn']}" in card
 
     def evaluated(*more: str) -> dict:
         assert main(["evaluate", str(trained), "--k=1,10", "--json", "--device=cpu", *more]) == 0
         found: dict = json.loads(capsys.readouterr().out)
         return found
 
-    assert evaluated()["ranking"] == best
+    found = evaluated()
+    assert found["ranking"] == best
+    words = found["baselines"]["tf-idf"]["metrics"]
+    assert words == result["baselines"]["tf-idf"]["metrics"]
+    assert 0 < words["recall@10"] < 1
+    assert "tf-idf (baseline)" in trained.with_name("out").read_text()
     assert evaluated()["metrics"]["recall@10"] == pytest.approx(chosen["metrics"]["recall@10"])
-    both, towers = evaluated("--ranking=fused"), evaluated("--ranking=encoder")
-    assert (both["ranking"], towers["ranking"]) == ("fused", "encoder")
+    both, towers = evaluated("--ranking=fused"), evaluated("--ranking=towers")
+    assert (both["ranking"], towers["ranking"]) == ("fused", "towers")
     for name in ("recall@10", "ndcg@10", "precision@1"):
         assert both["metrics"][name] == pytest.approx(stages["fusion"]["metrics"][name])
         assert (
-            both["encoder"]["metrics"][name] == towers["metrics"][name] == pytest.approx(stages["knn"]["metrics"][name])
+            both["rankings"]["towers"]["metrics"][name]
+            == towers["metrics"][name]
+            == pytest.approx(stages["knn"]["metrics"][name])
         )
     assert main(["evaluate", str(trained), "--k=1,10", "--no-baselines", "--device=cpu", "--ranking=fused"]) == 0
     out = capsys.readouterr().out
     assert "by towers and classifiers fused" in out
-    assert [line.split()[0] for line in out.strip().splitlines()[-2:]] == ["encoder", "fused"]
+    assert [line.split()[0] for line in out.strip().splitlines()[-3:]] == ["towers", "classifiers", "fused"]
 
     run = sparring.load(trained)
-    for ranking in ("fused", "classifiers", "encoder"):
+    for ranking in ("fused", "classifiers", "towers"):
         assert main(["recommend", str(trained), "--text", "warm coat", "-k=5", "--json", f"--ranking={ranking}"]) == 0
         found = [json.loads(line)["item"] for line in capsys.readouterr().out.splitlines()]
         assert found == run.recommend_text(["warm coat"], 5, ranking)["item"].to_list()  # type: ignore[arg-type]
@@ -213,12 +225,91 @@ def test_every_command_ranks_by_both_and_can_be_asked_for_the_towers(
         assert main(["recommend", str(trained), "--all", "--out", str(file), "-k=5", f"--ranking={ranking}"]) == 0
         capsys.readouterr()
         assert lists(pl.read_parquet(file)) == lists(run.recommend(list(range(60)), 5, ranking=ranking))  # type: ignore[arg-type]
-    assert main(["recommend", str(trained), "--all", "--index", "--out", str(file), "--ranking=fused"]) == 2
-    assert "--index" in capsys.readouterr().err
 
 
-def test_what_has_the_towers_alone_says_so(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Index and export of a fused run each print one line that they use the towers alone."""
-    for words in (["index", str(trained), "--kind=exact", "--k=5"], ["export", str(trained), "--to=parquet"]):
-        assert main(words) == 0
-        assert "only the towers" in capsys.readouterr().err
+@pytest.mark.parametrize("how", ["fused", "classifiers"])
+def test_index_recommend_and_export_take_a_ranking(trained: Path, capsys: pytest.CaptureFixture[str], how: str) -> None:
+    """Lists through an exact index and lists from exported files are those of the exact ranking."""
+    run = sparring.load(trained)
+    exact = lists(run.recommend(list(range(60)), 5, ranking=how))  # type: ignore[arg-type]
+    assert main(["index", str(trained), "--kind=exact", "--k=5", f"--ranking={how}"]) == 0
+    assert f"recall@5 1.0000 of the {'exact fused lists' if how == 'fused' else 'lists by classifiers'}" in (
+        capsys.readouterr().out
+    )
+    meta = json.loads((trained / "index" / "index.json").read_text())
+    assert (meta["ranking"], meta["measured"]["recall"]) == (how, 1.0)
+    file = trained.with_name("lists.parquet")
+    for words in ([], [f"--ranking={how}"]):
+        assert main(["recommend", str(trained), "--all", "--index", "--out", str(file), "-k=5", *words]) == 0
+        assert lists(pl.read_parquet(file)) == exact
+    assert main(["recommend", str(trained), "--all", "--index", "--out", str(file), "--ranking=towers"]) == 2
+    assert f"was built for the {how} ranking, not towers" in capsys.readouterr().err
+    folder = trained.with_name("exported")
+    assert main(["export", str(trained), "--to=parquet", "--out", str(folder), f"--ranking={how}"]) == 0
+    assert exported(folder, run, 5, how == "fused") == exact
+    assert main(["export", str(trained), "--to=onnx", f"--ranking={how}"]) == 2
+    assert "--to onnx writes the towers alone" in capsys.readouterr().err
+
+
+def exported(folder: Path, run: sparring.Trained, k: int, fused: bool) -> list[list[int]]:
+    """Lists from the files of an export alone, and the pairs that queries have taken."""
+    items, queries = (pl.read_parquet(folder / f"{name}.parquet") for name in ("items", "queries"))
+    scores = queries["vector"].to_numpy() @ items["vector"].to_numpy().T
+    taken, found, ids = run.eligibility.taken(torch.arange(60)), [], items["id"].to_list()
+    if fused:
+        both, fusion = pl.read_parquet(folder / "scores.parquet"), json.loads((folder / "fusion.json").read_text())
+        assert both["id"].to_list() == ids
+    for row, q in enumerate(queries["vector"].to_numpy()):
+        own = taken.items[taken.start[row] : taken.start[row + 1]].tolist()
+        left = sorted(set(range(40)) - set(own), key=lambda item: -scores[row, item])
+        if fused:
+            tree, score = fusion["tree"], {}
+            for item in left[: fusion["shortlist"]]:
+                x = [float(np.float32(q @ both[name][item].to_numpy())) for name in ("classifier", "tower")]
+                x.append(both["propensity"][item])
+                node = 0
+                for _ in range(7):
+                    way = "below" if x[tree["feature"][node]] <= tree["threshold"][node] else "above"
+                    node = tree[way][node]
+                score[item] = x[0] + fusion["beta"] * (x[1] + tree["chance"][node])
+            left = sorted(score, key=lambda item: -score[item])
+        found.append([ids[item] for item in left[:k]])
+    return found
+
+
+@pytest.mark.parametrize("command", ["evaluate", "recommend", "index", "serve", "export"])
+def test_a_ranking_that_a_run_lacks_is_one_line(
+    command: str, parts: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run = sparring.build("ngame", parts.train, {**SETTINGS, "epochs": 1, "clf_epochs": 0})
+    sparring.fit(run, Split(parts.train), folder, device="cpu")
+    more = {"recommend": ["--query=0"], "export": ["--to=parquet"]}
+    assert main([command, str(folder), "--ranking=fused", *more.get(command, [])]) == 2
+    assert "has no fused ranking: train it with clf_epochs=N" in capsys.readouterr().err
+
+
+def test_training_records_the_ranking_that_is_asked_for(parts: Split, tmp_path: Path) -> None:
+    """clf_ranking overrides the comparison, whose figures are kept; without classifiers it is refused."""
+    run = sparring.build("ngame", parts.train, {**SETTINGS, "clf_ranking": "fused"})
+    fitted = sparring.fit(run, parts, tmp_path / "run", k=(10,), device="cpu")
+    assert sparring.load(tmp_path / "run").how() == fitted.ranking == "fused"
+    assert list(fitted.rankings) == ["towers", "classifiers", "fused"]
+    with pytest.raises(UserError, match="a fused ranking needs classifiers"):
+        sparring.build("ngame", parts.train, {**SETTINGS, "clf_epochs": 0, "clf_ranking": "fused"})
+
+
+@pytest.mark.parametrize("recorded", [None, "encoder"])
+def test_folders_of_earlier_versions(run: sparring.Trained, recorded: str | None) -> None:
+    """Their classifiers list alone, as they did; encoder is towers, and without a record the towers rank."""
+    tensors, settings = files.read_tensors(run.folder / "fusion.safetensors")
+    old = {"beta": settings["beta"], "shortlist": 7} | ({} if recorded is None else {"ranking": recorded})
+    files.write_tensors(run.folder / "fusion.safetensors", tensors, old)
+    add_files(run.folder, "fusion.safetensors")
+    again = sparring.load(run.folder)
+    assert again.how() == "towers"
+    assert again.fused is not None
+    q = again.model.query_vectors(torch.arange(60))
+    listed = (q @ again.fused.clf.item_vectors().T).topk(7).indices
+    found = again.fused.lists(torch.arange(60), 7, None)
+    assert found.sort(1).values.tolist() == listed.sort(1).values.tolist()

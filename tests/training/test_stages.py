@@ -286,25 +286,26 @@ def pair(parts: Split) -> tuple[Retriever, Retriever]:
     return made[0], made[1]
 
 
-@pytest.mark.parametrize("beta", [0.0, 1.0, 0.3])
-def test_the_fused_score_is_its_formula(parts: Split, pair: tuple[Retriever, Retriever], beta: float) -> None:
-    """Lists are by clf + beta (knn + p) over the classifiers' shortlist; p equals scikit-learn's tree on the pairs
-    learned from, and a walk down the nodes on other pairs."""
+@pytest.mark.parametrize(("beta", "near"), [(0.0, None), (1.0, None), (0.3, None), (1.0, 0.0)])
+def test_the_fused_score_is_its_formula(
+    parts: Split, pair: tuple[Retriever, Retriever], beta: float, near: float | None
+) -> None:
+    """Lists are by clf + beta (knn + p) of the best by clf + beta knn, in earlier versions by clf alone; p equals
+    scikit-learn's tree on the pairs learned from, and a walk down the nodes on other pairs."""
     pytest.importorskip("sklearn")
     from sklearn.tree import DecisionTreeClassifier
 
     assert parts.valid is not None
     weights = np.linspace(1, 5, parts.train.n_items).astype(np.float32)
     seen, everyone = parts.seen_for("valid"), torch.arange(parts.train.n_queries)
-    fused = Fused(*pair, weights, beta, shortlist=12)
+    fused = Fused(*pair, weights, beta, 12, near)
     fused.learn(parts.valid, seen)
     knn, clf = (model.query_vectors(everyone) @ model.item_vectors().T for model in pair)
 
     def shortlist(query: int) -> list[int]:
         known = set(seen.items[seen.start[query] : seen.start[query + 1]].tolist())
-        return sorted((j for j in range(parts.train.n_items) if j not in known), key=lambda j: -float(clf[query, j]))[
-            :12
-        ]
+        by = clf[query] + (beta if near is None else near) * knn[query]
+        return sorted((j for j in range(parts.train.n_items) if j not in known), key=lambda j: -float(by[j]))[:12]
 
     def features(query: int, items: list[int]) -> np.ndarray:
         return np.array([[clf[query, j], knn[query, j], weights[j]] for j in items], dtype=np.float32)

@@ -159,11 +159,25 @@ def places(problems: Problems) -> Facts:
 
 
 def tools(problems: Problems) -> Facts:
-    """Programs that parts of Sparring use where they are: a C++ compiler, and what it compiled."""
+    """What parts of Sparring use where it is: a C++ compiler, what it compiled, and FAISS."""
     names = filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++", "cl"))
     compiler = next(filter(None, map(shutil.which, names)), None)
     first = _first_line([compiler, "--version"]) if compiler else "none"
-    return {"compiler": first, "native kernels": _native_kernels()}
+    if _version("faiss-cpu") and _version("faiss-gpu-cuvs"):
+        how = 'pip uninstall faiss-cpu faiss-gpu-cuvs, then pip install "sparring[gpu-index]"'
+        problems.append(f"faiss-cpu and faiss-gpu-cuvs are both installed, and each overwrites the other: {how}")
+    return {"compiler": first, "native kernels": _native_kernels(), "FAISS": _faiss()}
+
+
+def _faiss() -> str:
+    """The version of FAISS, and whether it can build graphs on a GPU; if not, the reason."""
+    from sparring.core.errors import UserError
+    from sparring.serving.index.faiss_backends import cagra_problem, require_faiss
+
+    try:
+        return f"{require_faiss().__version__}, {cagra_problem() or 'builds cagra on a GPU'}"
+    except UserError as error:
+        return f"none: {error}"
 
 
 def _native_kernels() -> str:

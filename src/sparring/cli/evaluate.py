@@ -91,15 +91,16 @@ def evaluate(args: Namespace) -> int:
         return _run_file(args)
     device = pick_device(args.device)
     several = len(args.novelty or ()) > 1
-    if args.dim is not None and (several or args.ranking not in (None, "encoder")):
+    if args.dim is not None and (several or args.ranking not in (None, "towers")):
         raise UserError(f"--dim {args.dim} cuts the vectors of the towers: omit --ranking and several --novelty")
     if args.report is not None and not several:
         raise UserError("--report shows what novelty costs: give --novelty curve, or several values such as 0,0.3,0.6")
-    if several and args.ranking not in (None, "encoder"):
+    if several and args.ranking not in (None, "towers"):
         raise UserError(f"--novelty corrects the ranking by the towers alone: omit --ranking {args.ranking}")
     trained = runs.load(
         args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished, novelty=0
     )
+    trained.how(args.ranking)  # says why there is none, before the data is read
     cutoffs = inputs.cutoffs_for(args.k, len(trained.ids.item_ids))
     data = inputs.read_recorded(trained.meta, args.run, args.data, inputs.columns(args))
     task = _to_rank(trained, data, args)
@@ -115,7 +116,7 @@ def evaluate(args: Namespace) -> int:
         except UserError:  # the dialect does not define this metric
             continue
     how, seen = (
-        trained.how(args.ranking if args.dim is None else "encoder"),
+        trained.how(args.ranking if args.dim is None else "towers"),
         None if task.seen is None else task.seen.to(device),
     )
     given = {"counts": task.counts, "propensity": propensity, "misses": task.misses}
@@ -125,12 +126,13 @@ def evaluate(args: Namespace) -> int:
 
     rankings, listed = _rankings(trained), trained.eligibility.listed(len(trained.ids.item_ids))
     sources = [name for name in rankings if name.startswith(PARTS)]
+    alone = bool(sources) or args.dim is not None or trained.novelty > 0  # no other ranking can be compared
     written = nullcontext() if args.trec_out is None else _trec_file(args.trec_out, trained, args.run)
     with written as to:
         results = {
             name: ranked(model, listed, to if name == how else None)
             for name, model in rankings.items()
-            if name in ("encoder", how, *sources)
+            if name in (how, *sources) or not alone
         }
     chosen = results[how]
     baselines = _baselines(trained, task, ranked, device) if args.baselines else {}
@@ -147,8 +149,8 @@ def evaluate(args: Namespace) -> int:
     if sources:
         record["parts"] = {name.removeprefix(PARTS): results[name].to_dict() for name in sources}
         parts += ["", stages_table(results)]
-    elif how != "encoder":
-        record["encoder"] = results["encoder"].to_dict()
+    elif len(results) > 1:
+        record["rankings"] = {name: each.to_dict() for name, each in results.items()}
         words.append(_BY[how])
         parts += ["", stages_table(results)]
     if baselines:
@@ -218,7 +220,7 @@ def _baselines(trained: Trained, task: _Task, rank: Rank, device: torch.device) 
     from sparring.core.files import read_json
     from sparring.data.interactions import Split
     from sparring.recipes.setup import flat
-    from sparring.training.baselines import PERSONAL, baselines
+    from sparring.training.baselines import PERSONAL, baselines, text_columns
     from sparring.training.folder import seen_interactions
 
     meta, path = trained.meta, trained.folder / "result.json"
@@ -234,11 +236,16 @@ def _baselines(trained: Trained, task: _Task, rank: Rank, device: torch.device) 
         seconds=float(known.get("train_seconds", 0.0)),
         personal=[name for name in known.get("baselines", {}) if name in PERSONAL] or tuple(PERSONAL),
         apart=(meta["recipe"],),
+        texts=text_columns(setup),
     )
 
 
 PARTS = "parts/"  # of a fused run
-_BY = {"fused": "by towers and classifiers fused", "classifiers": "by the classifiers alone"}
+_BY = {
+    "towers": "by the towers alone",
+    "fused": "by towers and classifiers fused",
+    "classifiers": "by the classifiers alone",
+}
 
 
 def _rankings(trained: Trained) -> dict[str, Any]:
@@ -248,7 +255,7 @@ def _rankings(trained: Trained) -> dict[str, Any]:
     if isinstance(trained.model, Sources):
         return {"fused": trained.model, **{PARTS + source.name: source.model for source in trained.model.sources}}
     fused = trained.fused
-    return {"encoder": trained.model} | ({} if fused is None else {"classifiers": fused.clf, "fused": fused})
+    return {"towers": trained.model} | ({} if fused is None else {"classifiers": fused.clf, "fused": fused})
 
 
 def _propensity(data: Interactions, constants: tuple[float, float] | None) -> Any:

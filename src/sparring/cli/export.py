@@ -8,8 +8,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparring.cli.parsing import Commands, add_novelty, add_quiet, add_run, add_unfinished, count, names, place
-from sparring.cli.screen import console, note_towers, note_untrained, progress, show
+from sparring.cli.parsing import (
+    Commands,
+    add_novelty,
+    add_quiet,
+    add_ranking,
+    add_run,
+    add_unfinished,
+    count,
+    names,
+    place,
+)
+from sparring.cli.screen import console, note, note_untrained, progress, show
 from sparring.core.choices import FEEDS, STORES
 from sparring.core.errors import UserError
 from sparring.core.locks import LOCK, writing
@@ -36,6 +46,7 @@ def add_export(commands: Commands) -> None:
     parser.add_argument("--out", type=place, metavar="FOLDER", help=text)
     text = "parquet of ease and item_knn: neighbours written of each item, the strongest (default: 200)"
     parser.add_argument("--neighbours", type=count, metavar="M", help=text)
+    add_ranking(parser)
     add_novelty(parser)
     add_unfinished(parser)
     add_quiet(parser)
@@ -71,7 +82,13 @@ def export(args: Namespace) -> int:
     trained = runs.load(
         args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished, novelty=args.novelty
     )
-    note_towers(trained)
+    if args.to == "onnx":
+        if args.ranking not in (None, "towers"):
+            raise UserError(f"--to onnx writes the towers alone: for --ranking {args.ranking} write parquet")
+        if trained.has_vectors and trained.how() != "towers":
+            note(f"only the towers are written; `--to parquet` writes the vectors of the {trained.how()} ranking")
+    elif args.ranking is not None or trained.has_vectors:
+        args.ranking = trained.how(args.ranking)
     if args.neighbours is not None and (trained.has_vectors or args.to != "parquet"):
         raise UserError("--neighbours is for --to parquet of runs with an item-item matrix (ease, item_knn)")
     if not trained.has_vectors and args.to != "parquet":
@@ -97,12 +114,12 @@ def _files(args: Namespace, trained: Trained) -> int:
         if onnx:
             paths, omitted = write_onnx(trained, folder)
         elif args.to == "parquet":
-            paths = write_parquet(trained, folder, args.neighbours or NEIGHBOURS)
+            paths = write_parquet(trained, folder, args.neighbours or NEIGHBOURS, args.ranking)
         else:
             paths = _feed(args, trained, folder)
         if folder.resolve().is_relative_to(args.run.resolve()):
             add_files(args.run, *(str(Path(path).resolve().relative_to(args.run.resolve())) for path in paths))
-    checked = "; checked against the model" if onnx else ""
+    checked = "; checked against the model" if onnx else _ranked(args)
     show(*omitted, f"{folder}: {', '.join(str(Path(path).relative_to(folder)) for path in paths)}{checked}")
     return 0
 
@@ -112,7 +129,7 @@ def _remote(args: Namespace, trained: Trained, place: str) -> int:
 
     if args.to != "parquet":
         raise UserError(f"--to {args.to} writes to a folder of this machine, not to {place}")
-    show(*map(str, write_parquet(trained, place, args.neighbours or NEIGHBOURS)))
+    show(*map(str, write_parquet(trained, place, args.neighbours or NEIGHBOURS, args.ranking)))
     return 0
 
 
@@ -134,7 +151,7 @@ def _store(args: Namespace, trained: Trained) -> int:
     from sparring.serving.export.stores import agreement, open_store, send
 
     if args.delete:
-        rows = item_rows(trained)
+        rows = item_rows(trained, args.ranking)
         asked, store = _ids_like(args.delete, rows.ids), open_store(args.to, args.address, args.table, rows.schema)
         with closing(store):
             show(f"{args.to} {args.table}: deleted {store.delete(asked):,} of {len(asked):,} items")
@@ -144,10 +161,11 @@ def _store(args: Namespace, trained: Trained) -> int:
         with closing(open_store(args.to, args.address, table, rows.schema)) as store:
             with progress(things, args.quiet) as update:
                 sent, deleted = send(rows, store, lambda done, total: update("sending", done, total))
-            show(f"{args.to} {table}: wrote {sent:,} {things}, deleted {deleted:,} that the run does not have")
+            line = f"{args.to} {table}: wrote {sent:,} {things}, deleted {deleted:,} that the run does not have"
+            show(f"{line}{_ranked(args)}")
             if args.check and things == "items":
                 with console().status("searching"):
-                    share = agreement(trained, store, queries=args.check)
+                    share = agreement(trained, store, queries=args.check, how=args.ranking)
                 show(f"{args.to} {table}: finds {share:.1%} of the run's own lists of 10, for {args.check:,} queries")
     return 0
 
@@ -156,9 +174,16 @@ def _sides(args: Namespace, trained: Trained) -> Iterator[tuple[Rows, str]]:
     """The rows of items and, if asked for, of queries, with the names of their tables."""
     from sparring.serving.export.rows import item_rows, query_rows
 
-    yield item_rows(trained), args.table
+    yield item_rows(trained, args.ranking), args.table
     if args.with_queries:
-        yield query_rows(trained), f"{args.table}_queries"
+        yield query_rows(trained, args.ranking), f"{args.table}_queries"
+
+
+def _ranked(args: Namespace) -> str:
+    """The ranking of what was written, if it is not that of the towers."""
+    if args.ranking == "fused" and args.to != "parquet":
+        return "; they find the shortlists of the fused ranking, and `--to parquet` writes what scores them"
+    return {"classifiers": "; ranked by the classifiers", "fused": "; ranked by both fused"}.get(args.ranking, "")
 
 
 def _ids_like(asked: tuple[str, ...], ids: pl.Series) -> pl.Series:

@@ -10,6 +10,7 @@ from sparring.cli.parsing import (
     add_json,
     add_novelty,
     add_quiet,
+    add_ranking,
     add_run,
     add_unfinished,
     count,
@@ -17,7 +18,7 @@ from sparring.cli.parsing import (
     target,
     whole,
 )
-from sparring.cli.screen import detail, note_towers, result, table
+from sparring.cli.screen import detail, result, table
 from sparring.core.choices import INDEX_KINDS
 from sparring.core.errors import UserError
 from sparring.core.locks import LOCK, writing
@@ -39,7 +40,7 @@ def add_index(commands: Commands) -> None:
     group.add_argument("--recall", type=target, default=0.99, metavar="R", help=text)
     text = "most memory of the searches, such as 500MB (default: no limit)"
     group.add_argument("--memory", type=size, metavar="SIZE", help=text)
-    text = "kind of index; auto tries all that fit (default: auto)"
+    text = "kind of index; auto tries all that fit, cagra where a GPU can build it (default: auto)"
     group.add_argument("--kind", choices=("auto", *INDEX_KINDS), default="auto", help=text)
     text = "length of the lists that the index is tuned for (default: 100)"
     group.add_argument("-k", "--k", type=count, default=100, metavar="K", help=text)
@@ -47,6 +48,7 @@ def add_index(commands: Commands) -> None:
     group.add_argument("--dim", type=count, metavar="DIM", help=text)
     text = "for ease and item_knn: neighbours kept of each item, the strongest (default: 200)"
     group.add_argument("--neighbours", type=count, metavar="M", help=text)
+    add_ranking(group)
     add_novelty(group)
     group = parser.add_argument_group("measurement")
     text = "queries of the run to measure on (default: 1000)"
@@ -61,17 +63,18 @@ def add_index(commands: Commands) -> None:
 def index(args: Namespace) -> int:
     from sparring.core.devices import hardware, pick_device
     from sparring.serving.index import report
-    from sparring.serving.index.faiss_backends import require_faiss
+    from sparring.serving.index.faiss_backends import cagra_problem, require_faiss
     from sparring.serving.index.recall_tuning import SMALL
     from sparring.serving.index.run_index import FOLDER, build_index
     from sparring.training import trained as runs
 
     if args.kind not in ("auto", "exact"):
         require_faiss()
+    if args.kind == "cagra" and (problem := cagra_problem()):
+        raise UserError(problem)
     trained = runs.load(
         args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished, novelty=args.novelty
     )
-    note_towers(trained)
     if trained.model.scores_items:
         return _lists(args, trained)
     if args.neighbours is not None:
@@ -91,17 +94,19 @@ def index(args: Namespace) -> int:
     k, folder = min(args.k, n_items), args.run / FOLDER
     with writing(folder, folder / LOCK):
         tuned = build_index(
-            trained, args.k, args.recall, args.memory, args.kind, args.queries, args.seed, log, args.dim
+            trained, args.k, args.recall, args.memory, args.kind, args.queries, args.seed, log, args.dim, args.ranking
         )
         shape = f"{len(tuned.index.ids):,} x {tuned.index.dim}"
-        facts = {"run": str(args.run), "items": shape, "hardware": hardware(pick_device("cpu"))}
+        how = tuned.index.meta["ranking"]
+        facts = {"run": str(args.run), "ranking": how, "items": shape, "hardware": hardware(pick_device("cpu"))}
         path = report.write(tuned, args.recall, args.memory, k, folder / "report", facts)
     best = report.table(tuned, args.recall, best_only=True)
     detail(args, "", table(best.cells(), left=2), *(f"not tried: {line}" for line in tuned.left_out), "")
     chosen = {"kind": tuned.chosen.kind, "width": tuned.chosen.effort.width, "refine": tuned.chosen.effort.refine}
     points = report.table(tuned, args.recall).rows
-    record = {"run": str(args.run), "chosen": chosen, "recall": tuned.recall, "k": k, "points": points}
-    line = f"{folder}: {report.describe(tuned.chosen)}, recall@{k} {tuned.recall:.4f} on held-out queries; {path}"
+    record = {"run": str(args.run), "chosen": chosen, "ranking": how, "recall": tuned.recall, "k": k, "points": points}
+    of = {"towers": "", "classifiers": " of the lists by classifiers", "fused": " of the exact fused lists"}[how]
+    line = f"{folder}: {report.describe(tuned.chosen)}, recall@{k} {tuned.recall:.4f}{of} on held-out queries; {path}"
     return result(args, [record], line)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sparring.core.choices import RANKINGS
 from sparring.core.errors import UserError, did_you_mean
 
 OptionGroup = argparse._ActionsContainer  # a parser, or a group of its options
@@ -153,9 +154,9 @@ def add_jobs(group: OptionGroup) -> None:
     group.add_argument("--jobs", type=count, default=1, metavar="N", help=text)
 
 
-def add_ranking(group: OptionGroup) -> None:
-    text = "towers alone, or for a run with classifiers those alone or both (default: the best on the validation part)"
-    group.add_argument("--ranking", choices=("encoder", "classifiers", "fused"), default=None, help=text)
+def add_ranking(group: OptionGroup, default: str = "the best on the validation part") -> None:
+    text = f"towers alone, or for a run with classifiers those alone or both (default: {default})"
+    group.add_argument("--ranking", choices=RANKINGS, default=None, help=text)
 
 
 def add_novelty(group: OptionGroup) -> None:
@@ -164,7 +165,7 @@ def add_novelty(group: OptionGroup) -> None:
 
 
 def add_baselines(group: OptionGroup) -> None:
-    text = "do not measure popularity and the best cheap baseline as well"
+    text = "do not measure popularity, TF-IDF of texts and the best cheap baseline as well"
     group.add_argument("--no-baselines", action="store_false", dest="baselines", help=text)
 
 

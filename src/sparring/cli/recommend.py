@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sparring.cli.parsing import Commands, add_novelty, add_ranking, add_run, add_unfinished, count, place
-from sparring.cli.screen import console, note, note_towers, note_untrained, progress, result, table
+from sparring.cli.screen import console, note, note_untrained, progress, result, table
 from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,7 +97,15 @@ def _items(trained: Trained, words: Sequence[str]) -> list[str]:
 def _recommend_all(args: Namespace) -> int:
     """Write the lists of every query to a file."""
     from sparring.serving.export.lists import check_file, write_lists
-    from sparring.serving.index.run_index import cut_as_indexed, has_index, open_index, open_lists
+    from sparring.serving.index.run_index import (
+        cut_as_indexed,
+        has_index,
+        open_index,
+        open_lists,
+        open_staged,
+        ranking_of,
+    )
+    from sparring.serving.index.searchable import Searchable
     from sparring.training import trained as runs
 
     if not args.all:
@@ -105,22 +113,22 @@ def _recommend_all(args: Namespace) -> int:
     if args.out is None:
         raise UserError("--all needs --out FILE: a .parquet or .csv file for the lists")
     check_file(args.out)
-    if args.index and args.ranking not in (None, "encoder"):
-        raise UserError(f"an index holds the vectors of the towers alone: omit --index for --ranking {args.ranking}")
     trained = runs.load(
         args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished, novelty=args.novelty
     )
-    index = None
+    index: Searchable | None = None
     if args.index and trained.model.scores_items:
         if not has_index(args.run):
             raise UserError(f"{args.run} has no index: build one with `sparring index {args.run}`")
         trained = replace(trained, model=open_lists(trained.model, args.run)[0])
     elif args.index:
         trained.item_vectors()  # a fused run has none, and says so
-        index = open_index(args.run, novelty=trained.novelty)
-        trained = replace(trained, model=cut_as_indexed(trained.model, args.run))
-    if index is not None:
-        note_towers(trained)
+        how = ranking_of(trained, args.ranking)
+        if how == "towers" or not has_index(args.run):
+            index = open_index(args.run, novelty=trained.novelty)
+            trained = replace(trained, model=cut_as_indexed(trained.model, args.run))
+        else:
+            index = open_staged(trained, how)
     n, k = len(trained.ids.query_ids), args.k or min(100, len(trained.ids.item_ids))
     began = logged = time.perf_counter()
     with progress("queries") as draw:
@@ -143,9 +151,8 @@ def _recommend_all(args: Namespace) -> int:
         "fused": ", several runs fused" if several else ", towers and classifiers fused",
         "classifiers": ", by the classifiers",
     }
-    exact = f"exact{by.get(trained.how(args.ranking), '')}"
-    exact = "through the neighbours in its index" if args.index else exact
-    how = exact if index is None else f"through the {index.kind} index"
+    exact = "through the neighbours in its index" if args.index else f"exact{by.get(trained.how(args.ranking), '')}"
+    through = exact if index is None else f"through the {index.kind} index{by.get(how, '')}"
     speed = f"in {seconds:.1f} s ({n / seconds:,.0f} queries/s)"
     record = {"file": str(args.out), "queries": n, "rows": rows, "seconds": round(seconds, 3)}
-    return result(args, [record], f"{args.out}: {rows:,} rows, the best {k} of {n:,} queries, {how}, {speed}")
+    return result(args, [record], f"{args.out}: {rows:,} rows, the best {k} of {n:,} queries, {through}, {speed}")

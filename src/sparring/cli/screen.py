@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING
 
+from sparring.core.choices import RANKINGS
+
 if TYPE_CHECKING:  # rich is imported on first use: `sparring --help` prints without it
     from rich.console import Console, RenderableType
     from rich.progress import Progress, ProgressColumn
@@ -69,12 +71,6 @@ def quiet(args: Namespace) -> bool:
 def note(line: str, kind: str = "note") -> None:
     """Print a note on stderr, so that stdout has only the result."""
     print(f"sparring: {kind}: {line}", file=sys.stderr)
-
-
-def note_towers(trained: Trained) -> None:
-    """Say that a run's classifiers are left out, if it has any."""
-    if "parts" not in trained.meta and trained.how() != "encoder":
-        note("only the towers of this run are used; `recommend` and `evaluate` use its classifiers too")
 
 
 class _Printer(logging.Handler):
@@ -158,7 +154,7 @@ def evaluation_tables(result: Evaluation) -> list[Table]:
 
 def stages_table(stages: Mapping[str, Evaluation]) -> Table:
     """One row per ranking of a run with classifiers, named as --ranking names them, at every cutoff."""
-    titles = {"knn": "encoder", "clf": "classifiers", "fusion": "fused"}
+    titles = {stage: ranking for ranking, stage in RANKINGS.items()}
     kinds = ("precision", "ndcg", "psp", "recall")  # of any dialect
     names = [name for name in next(iter(stages.values())).metrics if name.split("@")[0].split("_")[0] in kinds]
     names.sort(key=lambda name: int(name.split("@")[1]))

@@ -37,7 +37,7 @@ from sparring.cli.screen import (
     stages_table,
     training_progress,
 )
-from sparring.core.choices import TRACKERS
+from sparring.core.choices import RANKINGS, TRACKERS
 from sparring.core.errors import UserError
 from sparring.core.processes import Terminated, end_with_parent
 
@@ -80,6 +80,8 @@ def add_train(commands: Commands) -> None:
     text = "warm start: copy the vectors of the queries and items that this run knows"
     group.add_argument("--warm", type=run_place, metavar="RUN", help=text)
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
+    text = "ranking that commands then use, of a recipe with classifiers (default: the best on the validation part)"
+    group.add_argument("--ranking", choices=RANKINGS, help=text)
     text = "the same as --set seed=N; it also seeds the split"
     group.add_argument("--seed", type=whole, metavar="N", help=text)
     group.add_argument("--split-seed", type=whole, metavar="N", help="seed of the split (default: that of --seed)")
@@ -157,6 +159,9 @@ def train(args: Namespace) -> int:
             detail(args, "", table)
     if fitted.stages:
         detail(args, "", stages_table(fitted.stages))
+    if fitted.rankings:
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in fitted.rankings.items())
+        detail(args, "", f"ranking: {fitted.ranking}; {run.setup.validation.select} of the validation part: {figures}")
     if fitted.test is not None and fitted.baselines:
         detail(args, "", beside_table(short(run.recipe), _ranked(fitted), fitted.baselines))
     detail(args, "", *_advice(fitted))
@@ -305,6 +310,8 @@ def _default_folder(args: Namespace, recipe: str) -> Path:
 
 def _settings(args: Namespace) -> dict[str, object]:
     asked = inputs.settings(args, "epochs", "seed", "model")
+    if args.ranking is not None:
+        asked["clf_ranking"] = args.ranking
     return {**asked, "tables": "sharded"} if args.shard_tables else asked
 
 
@@ -344,7 +351,7 @@ def _closing(fitted: Fitted, folder: Path) -> str:
         line += f", refitted on train and valid in {fitted.seconds:.1f} s"
     if fitted.test is None:
         return line
-    if fitted.ranking == "encoder":
+    if fitted.ranking == "towers":
         line = f"{line}; test {_figures(fitted.test)}"
     else:
         line = f"{line}; test, {fitted.ranking}: {_figures(_ranked(fitted))}; towers alone: {_figures(fitted.test)}"
@@ -354,8 +361,6 @@ def _closing(fitted: Fitted, folder: Path) -> str:
 
 def _ranked(fitted: Fitted) -> Evaluation:
     """The test metrics of the run's default ranking."""
-    from sparring.models.fusion import RANKINGS
-
     assert fitted.test is not None
     return fitted.stages.get(RANKINGS[fitted.ranking], fitted.test)
 

@@ -6,7 +6,8 @@ SPLITS = ("auto", "file", "random", "temporal", "leave-last-out")
 DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release", "xc")
 FUSIONS = ("scores", "ranks")
 TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio")
-INDEX_KINDS = ("exact", "hnsw", "ivf", "ivfsq", "ivfpq")
+RANKINGS = {"towers": "knn", "classifiers": "clf", "fused": "fusion"}  # and the stage of each in result.json
+INDEX_KINDS = ("exact", "hnsw", "cagra", "ivf", "ivfsq", "ivfpq")
 STORES = {  # vector stores, and the forms of their addresses
     "milvus": "FILE.db or http://HOST:19530",
     "pgvector": "postgresql://USER@HOST/DATABASE",

@@ -122,7 +122,10 @@ class ClassifierSettings:
     start: int = setting(10, "epoch of the first clustering", at_least=0)
     fusion: bool = setting(True, "rank by towers and classifiers fused")
     beta: float = setting(1.0, "weight of the towers in the fused score")
-    shortlist: int = setting(300, "best items by the classifiers that the fusion scores", at_least=1)
+    shortlist: int = setting(300, "items listed for the fusion to score", at_least=1)
+    ranking: Literal["best", "towers", "classifiers", "fused"] = setting(
+        "best", "ranking that commands use by default: the best on the validation part, or this one"
+    )
 
 
 @dataclass(frozen=True)
@@ -287,6 +290,9 @@ def check(setup: Setup) -> None:
     check_novelty(setup.ranking.novelty)
     if setup.ranking.novelty and setup.classifiers.epochs:
         raise UserError("novelty corrects the ranking by the towers alone: set clf_epochs=0 or novelty=0")
+    staged = setup.classifiers
+    if staged.ranking in ("classifiers", "fused") and not (staged.epochs and staged.fusion):
+        raise UserError(f"a {staged.ranking} ranking needs classifiers: set clf_epochs=N and clf_fusion=true")
     reads_text = "text" in (model.query_tower, model.item_tower)
     if reads_text and text.encoder is None:
         names = "bag, wordllama, minilm, a folder, or a name on the Hugging Face hub"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from sparring.core.part import Part
 from sparring.core.subset import Subset
@@ -20,7 +19,7 @@ from sparring.core.topk import inner_products, top_k
 from sparring.core.types import Positives
 from sparring.data.interactions import Interactions, Split
 from sparring.data.pairs import csr, occurrences
-from sparring.models.fusion import BLOCK, Fused
+from sparring.models.fusion import BLOCK, Fused, unit
 from sparring.models.graph import Graph, GraphItems
 from sparring.models.hashed import HashedIds
 from sparring.models.retriever import Retriever
@@ -217,16 +216,16 @@ class FusedRanking:
     """
 
     def __init__(self, fused: Fused, knn: Tensor, untrained: Tensor) -> None:
-        self.fused, self.knn, self.listing = fused, knn, Ranking(fused.clf.item_vectors(), untrained)
+        self.fused, self.knn, self.clf = fused, knn, fused.clf.item_vectors()
+        self.listing = Ranking(fused.listing(knn, self.clf), untrained)
 
     @torch.no_grad()
     def best(self, q: Tensor, k: int, taken: Positives | None = None) -> tuple[Tensor, Tensor]:
         """Fused scores and ids (B, k) of the best items, id -1 where none is left; row i of `taken` is of query i."""
         q = q.float()
-        unit = F.normalize(q, dim=-1)  # as the classifiers compare queries
-        scores, items = self.listing.best(unit, max(k, self.fused.shortlist), taken)
-        blocks = zip(scores.split(BLOCK), items.split(BLOCK), q.split(BLOCK), strict=True)
-        parts = [self.fused.ordered(*block, self.knn) for block in blocks]
+        items = self.listing.best(unit(q), max(k, self.fused.shortlist), taken)[1]
+        blocks = zip(items.split(BLOCK), q.split(BLOCK), strict=True)
+        parts = [self.fused.ordered(*block, self.knn, self.clf) for block in blocks]
         return torch.cat([part[0][:, :k] for part in parts]), torch.cat([part[1][:, :k] for part in parts])
 
 
@@ -234,4 +233,4 @@ class ClassifierRanking(Ranking):
     """`Ranking` by the classifiers alone, for any query vector of the retriever."""
 
     def best(self, q: Tensor, k: int, taken: Positives | None = None) -> tuple[Tensor, Tensor]:
-        return super().best(F.normalize(q.float(), dim=-1), k, taken)
+        return super().best(unit(q), k, taken)

@@ -337,13 +337,19 @@ def write_end(
     files.write_text(folder / "README.md", model_card(meta, result, history))
 
 
-def write_stages(folder: Path, stages: Mapping[str, Evaluation], history: list[dict[str, Any]], ranking: str) -> None:
-    """Add the test metrics of later stages and the chosen ranking to the result and the model card."""
+def write_stages(
+    folder: Path,
+    stages: Mapping[str, Evaluation],
+    history: list[dict[str, Any]],
+    ranking: str,
+    rankings: Mapping[str, float],
+) -> None:
+    """Add the test metrics of later stages, the chosen ranking and the validation of all to the result and the card."""
     if "fusion" in stages:
         write_queries(folder, "fusion_per_query.parquet", stages["fusion"])
     path = folder / "result.json"
     result = files.read_json(path) | {"stages": {name: test.to_dict() for name, test in stages.items()}}
-    result["ranking"] = ranking
+    result |= {"ranking": ranking, "rankings": dict(rankings)}
     files.write_json(path, result)
     files.write_text(folder / "README.md", model_card(read_meta(folder), result, history))
 

@@ -420,13 +420,17 @@ def _refit(metas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
 def _copy(run: Path, to: Path) -> None:
     """Copy a finished run and its index, without its checkpoint, caches, service, classifiers and selection.
 
+    The runs are fused by their towers, so an index for another ranking stays behind.
+
     The hashes in the manifest of the copy are those of the original, so a fault of the copy is found.
     """
     listed = run_folder.read_manifest(run).files
     behind = ("checkpoint", "classifiers/", "fusion", f"{run_folder.SELECTION}/")
     kept = [name for name in listed if not name.startswith(behind)]
-    index = run / "index"
-    names = [*kept, *(str(path.relative_to(run)) for path in index.rglob("*") if path.is_file() and path.name != LOCK)]
+    about = run / "index" / "index.json"
+    by_towers = about.is_file() and files.read_json(about).get("ranking", "towers") == "towers"
+    indexed = [path for path in about.parent.rglob("*") if path.is_file() and path.name != LOCK] if by_towers else []
+    names = [*kept, *(str(path.relative_to(run)) for path in indexed)]
     for name in (manifest.NAME, *names):
         files.write(to / name, lambda path, name=name: shutil.copyfile(run / name, path))  # type: ignore[misc]
     manifest.write_manifest(to, names=(), keep=kept, apart=run_folder.APART)

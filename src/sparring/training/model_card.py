@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparring.core.choices import RANKINGS
 from sparring.models import finding as models
-from sparring.models.fusion import RANKINGS
 from sparring.models.settings import ModelSettings
 from sparring.recipes import finding
 from sparring.recipes.run import OWN
@@ -81,7 +81,7 @@ def published_card(card: str, name: str, meta: Mapping[str, Any], result: Mappin
     """A model card as the Hugging Face hub reads it: a head of YAML, and how to load the run from there."""
     source = str(meta.get("source", {}).get("data") or "")
     on_hub = re.match(r"hf://datasets/([^/@]+/[^/@]+)", source)
-    test = result.get("stages", {}).get(RANKINGS[result.get("ranking", "encoder")]) or result.get("test")
+    test = result.get("stages", {}).get(RANKINGS.get(result.get("ranking", ""))) or result.get("test")
     head: dict[str, Any] = {"library_name": "sparring", "tags": ["sparring", "recommendation", "retrieval"]}
     if on_hub:
         head["datasets"] = [on_hub[1]]
@@ -145,18 +145,22 @@ def _tower(meta: Mapping[str, Any], side: str) -> str:
 
 def _tests(result: Mapping[str, Any], repeats: bool) -> list[str]:
     """The test metrics of the ranking that recommends; if that is not the towers', those of the towers too."""
-    ranking, towers = result.get("ranking", "encoder"), result.get("test")
-    chosen = result.get("stages", {}).get(RANKINGS[ranking])
-    if ranking == "encoder" or not chosen or not towers:
+    ranking, towers = result.get("ranking", "towers"), result.get("test")
+    chosen = result.get("stages", {}).get(RANKINGS.get(ranking))  # earlier versions wrote encoder for towers
+    if ranking not in _BY or not chosen or not towers:
         return _test(towers, repeats)
     cutoffs = sorted({int(name.split("@")[1]) for name in towers["metrics"]})
     k = cutoffs[len(cutoffs) // 2]
     figures = ", ".join(
         f"{name}@{k} {_figure(towers['metrics'].get(f'{name}@{k}'))}" for name in ("recall", "ndcg", "precision")
     )
-    also = 'An index, the service and exports rank by the towers alone, as does `recommend` with `ranking="encoder"`'
-    by = {"fused": "towers and classifiers fused", "classifiers": "the classifiers alone"}[ranking]
-    return [f"Ranked by {by}, the best on the validation part.", "", *_test(chosen, repeats), "", f"{also}: {figures}."]
+    valid = ", ".join(f"{name} {value:.4f}" for name, value in result.get("rankings", {}).items())
+    why = f", chosen on the validation part ({valid})" if valid else ""
+    also = "Ranked by the towers alone (`--ranking towers`)"
+    return [f"Ranked by {_BY[ranking]}{why}.", "", *_test(chosen, repeats), "", f"{also}: {figures}."]
+
+
+_BY = {"fused": "towers and classifiers fused", "classifiers": "the classifiers alone"}
 
 
 def _test(test: Mapping[str, Any] | None, repeats: bool) -> list[str]:

@@ -5,7 +5,7 @@
     M4  the classifiers: a run like any other, trained and loaded like one, in the folder `classifiers` inside it
     fusion.safetensors: the fused ranking, learnt from held-out queries
 
-`load` of the run's folder then recommends by the best of encoder, classifiers and both on the validation part, for new
+`load` of the run's folder then recommends by the best of towers, classifiers and both on the validation part, for new
 texts too, and its model card has the figures. Each stage resumes from its own checkpoint; a finished stage is not
 trained again.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sparring.core.ranks import rank
 from sparring.core.types import ALONE, Positives, Ranks
@@ -88,48 +89,55 @@ def classifier_run(run: Run, split: Split) -> Run:
     return Run(Retriever(*towers, "cosine"), (term,), Fixed(1.0), inner, name, settings, batches)
 
 
-def fuse(run: Run, classifiers: Run, split: Split, device: torch.device, folder: Path | None, ranks: Ranks) -> Fused:
+def fuse(
+    run: Run,
+    classifiers: Run,
+    split: Split,
+    device: torch.device,
+    folder: Path | None,
+    ranks: Ranks,
+    listed: Tensor | None = None,
+) -> Fused:
     """The fused ranking, learnt from the validation part; without one from the training part (too optimistic).
 
-    Its `ranking` is the best one on the validation part, or "encoder" if there is none.
+    Its `ranking` is that of the settings, else the best one on the validation part, or "towers" if there is none.
     """
     wanted, train, weights = run.classifiers, split.train, split.train.propensity
     assert wanted is not None
     if weights is None:
         weights = inverse_propensities(train.counts(), len(np.unique(train.queries)))
     propensity = np.asarray(weights, dtype=np.float32)
-    fused = Fused(run.model, classifiers.model, propensity, wanted.beta, wanted.shortlist).to(device)
+    fused = Fused(run.model, classifiers.model, propensity, wanted.beta, wanted.shortlist, listed=listed).to(device)
     part = "training" if split.valid is None else "validation"
     log.info("fusion: learning the weight of each score from the %s part", part)
     held_out, seen = (train, None) if split.valid is None else (split.valid, split.seen_for("valid").to(device))
     if split.valid is not None:
-        fused.ranking = best_ranking(fused, split.valid, seen, run.setup.validation.select, run.setup.seed, ranks)
+        fused.valid = compare_rankings(fused, split.valid, seen, run.setup.validation.select, run.setup.seed, ranks)
+        fused.ranking = max(fused.valid, key=lambda name: fused.valid[name], default="towers")  # the simplest of equals
+    if wanted.ranking != "best":
+        fused.ranking = wanted.ranking
     fused.learn(held_out, seen, run.setup.seed)
     if folder is not None and rank() == 0:
         fused.save(folder)
     return fused
 
 
-def best_ranking(
+def compare_rankings(
     fused: Fused, valid: Interactions, seen: Positives | None, select: str, seed: int, ranks: Ranks = ALONE
-) -> str:
-    """The ranking with the best `select` on half of the validation queries; a tie goes to the simpler one.
+) -> dict[str, float]:
+    """`select` of each ranking on half of the validation queries; empty if they are too few.
 
     The fused ranking learns from the other half meanwhile: on its own queries it would look better than it is.
     """
     queries = np.random.default_rng(seed).permutation(np.unique(valid.queries))[: 2 * ROWS]
     half = len(queries) // 2
     if not half:
-        return "encoder"
+        return {}
     learnt, compared = (valid.subset(np.isin(valid.queries, some)) for some in (queries[:half], queries[half:]))
     fused.learn(learnt, seen, seed)
     metric, k = selected(select)
-    models: dict[str, Encoder | Lister] = {"encoder": fused.knn, "classifiers": fused.clf, "fused": fused}
-    values = {
-        name: evaluate(model, compared, seen, (k,), (metric,), ranks=ranks).metrics[f"{metric}@{k}"]
+    models: dict[str, Encoder | Lister] = {"towers": fused.knn, "classifiers": fused.clf, "fused": fused}
+    return {
+        name: evaluate(model, compared, seen, (k,), (metric,), ranks=ranks, among=fused.listed).metrics[f"{metric}@{k}"]
         for name, model in models.items()
     }
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-    best = max(values, key=lambda name: values[name])
-    log.info("fusion: %s on held-out queries: %s; the default ranking is %s", select, shown, best)
-    return best

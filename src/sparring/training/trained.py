@@ -14,12 +14,13 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from sparring.core.choices import RANKINGS
 from sparring.core.errors import UserError
 from sparring.core.types import Positives
 from sparring.data.interactions import Ids, Split
 from sparring.data.pairs import pair_keys
 from sparring.data.texts.texts import as_series
-from sparring.models.fusion import FILE, RANKINGS, Fused
+from sparring.models.fusion import FILE, Fused
 from sparring.models.named import Model
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
@@ -33,7 +34,7 @@ from sparring.training.item_vectors import item_queries, item_vectors, mean_quer
 from sparring.training.novelty import novel_run
 from sparring.training.sources import Sources, is_fused, read_fused
 
-How = Literal["fused", "classifiers", "encoder"]
+How = Literal["fused", "classifiers", "towers"]
 log = logging.getLogger(__name__)
 
 
@@ -70,7 +71,7 @@ class TrainedModel:
 
         Untrained items are left out, and so are items that a query is known to have taken, unless the data keeps
         repeats; `with_seen` decides otherwise. A warning names untrained queries.
-        `ranking` is "encoder", the towers alone; for a run with classifiers (stages.py) also "classifiers" or "fused",
+        `ranking` is "towers", the towers alone; for a run with classifiers (stages.py) also "classifiers" or "fused",
         towers and classifiers together. By default it is the best of them on the validation part.
         """
         asked = _listed(queries)
@@ -137,7 +138,7 @@ class TrainedModel:
         rows = torch.from_numpy(dense)
         vectors = self.model.item_queries(rows) if isinstance(self.model, Sources) else item_queries(self.model, rows)
         itself = Positives(torch.arange(len(rows) + 1), rows.int())
-        scores, best = self._best(vectors, k, itself, None if isinstance(self.model, Sources) else "encoder")
+        scores, best = self._best(vectors, k, itself, None if isinstance(self.model, Sources) else "towers")
         found = self._named(np.asarray(asked), scores, best)
         return found.rename({"item": "similar", "query": "item"})
 
@@ -197,13 +198,13 @@ class TrainedModel:
             if asked not in (None, "fused"):
                 raise UserError(f"{self.name} is fused of several runs: for the {asked} of one, give its folder")
             return "fused"
-        if asked not in (None, "encoder") and self.fused is None:
+        if asked not in (None, "towers") and self.fused is None:
             raise UserError(f"{self.name} has no {asked} ranking: train it with clf_epochs=N and clf_fusion=true")
         if self.novelty:
-            if asked not in (None, "encoder"):
+            if asked not in (None, "towers"):
                 raise UserError(f"novelty corrects the ranking by the towers alone, not the {asked} one: choose one")
-            return "encoder"
-        return asked or ("encoder" if self.fused is None else self.fused.ranking)  # type: ignore[return-value]
+            return "towers"
+        return asked or ("towers" if self.fused is None else self.fused.ranking)  # type: ignore[return-value]
 
     def ranking(self, asked: How | None = None) -> Ranking | FusedRanking | Sources:
         """Ranks all items for vectors of queries; see `recommend`."""
@@ -213,7 +214,7 @@ class TrainedModel:
         if self.model.scores_items:
             return self.eligibility.ranking(None, self.model.n_items)
         how = self.how(asked)
-        if how == "encoder" or self.fused is None:
+        if how == "towers" or self.fused is None:
             return self.eligibility.ranking(self.item_vectors())
         if how == "classifiers":
             return ClassifierRanking(self.fused.clf.item_vectors(), self.eligibility.items)
@@ -278,7 +279,8 @@ class Trained(TrainedModel):
             return None
         for name in (FILE, "classifiers/manifest.json"):
             listed.path(name)
-        return Fused.load(self.folder, self.model, load(self.folder / "classifiers", novelty=0).model)
+        classifiers = load(self.folder / "classifiers", novelty=0).model
+        return Fused.load(self.folder, self.model, classifiers, self.eligibility.listed(self.model.n_items))
 
 
 def _listed(ids: Sequence[object] | str | int) -> list[object]:

@@ -33,7 +33,7 @@ def write_lists(
 ) -> int:
     """Write query, rank, item and score of the k best items for every query, best first; returns the number of rows.
 
-    Exact, or with an index, which uses the towers alone; `how` is the ranking of `Trained.recommend`. Queries are
+    Exact, by the ranking `how` of `Trained.recommend`, or with an index, by the one it was built for. Queries are
     ranked and written in blocks, so memory does not grow with their number. The file is written atomically, as CSV or
     Parquet according to its suffix; it may be at an address, such as s3://BUCKET/lists.parquet. `progress(done, total)`
     counts queries.

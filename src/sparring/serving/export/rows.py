@@ -9,15 +9,19 @@ from typing import Any
 
 import polars as pl
 import torch
+from torch import Tensor
 
-from sparring.training.trained import Trained
+from sparring.models.fusion import unit
+from sparring.serving.index.staged import listing_vectors
+from sparring.training.trained import How, Trained
 
 TIME = pl.Datetime("us")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows to export. The score of an item for a query is the inner product of their vectors.
+    """Rows to export. The score of an item for a query is the inner product of their vectors; for the fused ranking it
+    orders the shortlist.
 
     `schema` is id (Int64 or String), vector (an array of D float32), then the columns of the run's table: Boolean,
     Int64, Float64, String, Datetime in UTC, or lists of these. Vectors are computed a part at a time.
@@ -46,9 +50,23 @@ class Rows:
         return pl.DataFrame([self.ids[part], vectors, *self.columns[part].get_columns()])
 
 
-def item_rows(trained: Trained) -> Rows:
+def ranked_vectors(trained: Trained, how: How = "towers") -> Tensor:
+    """Item vectors (N, D) whose inner product with `ranked_queries` orders lists by a ranking; fused: its shortlist."""
+    vectors = trained.item_vectors()
+    if how == "towers" or trained.fused is None:
+        return vectors
+    return torch.from_numpy(listing_vectors(vectors.cpu(), trained.fused, how))
+
+
+def ranked_queries(trained: Trained, rows: Tensor, how: How = "towers") -> Tensor:
+    """Vectors (n, D) of queries: as the towers have them, and at length 1 for the other rankings."""
+    q = trained.model.query_vectors(rows)
+    return q if how == "towers" else unit(q)
+
+
+def item_rows(trained: Trained, how: How = "towers") -> Rows:
     """The items that lists may hold: those without a trained vector are left out (training/eligibility.py)."""
-    listed, vectors = trained.eligibility.listed(len(trained.ids.item_ids)), trained.item_vectors()
+    listed, vectors = trained.eligibility.listed(len(trained.ids.item_ids)), ranked_vectors(trained, how)
     ids, table = plain_ids(trained.ids.item_ids.ids), trained.ids.item_table
     if listed is not None:
         vectors, ids = vectors[listed.to(vectors.device)], ids.gather(listed.numpy())
@@ -56,12 +74,11 @@ def item_rows(trained: Trained) -> Rows:
     return Rows(ids, plain(table), vectors.shape[1], lambda part: vectors[part])
 
 
-def query_rows(trained: Trained) -> Rows:
+def query_rows(trained: Trained, how: How = "towers") -> Rows:
     """All queries of the training data."""
-    ids, model = plain_ids(trained.ids.query_ids.ids), trained.model
-    dim = model.query_vectors(torch.arange(min(1, len(ids)))).shape[1]
-    table = plain(trained.ids.query_table)
-    return Rows(ids, table, dim, lambda part: model.query_vectors(torch.arange(part.start, part.stop)))
+    ids, table = plain_ids(trained.ids.query_ids.ids), plain(trained.ids.query_table)
+    dim = trained.model.query_vectors(torch.arange(min(1, len(ids)))).shape[1]
+    return Rows(ids, table, dim, lambda part: ranked_queries(trained, torch.arange(part.start, part.stop), how))
 
 
 def plain_ids(ids: pl.Series) -> pl.Series:

@@ -14,9 +14,9 @@ from sparring.serving.export.milvus import MilvusItems
 from sparring.serving.export.opensearch import ElasticsearchItems, OpenSearchItems
 from sparring.serving.export.pgvector import PostgresItems
 from sparring.serving.export.qdrant import QdrantItems
-from sparring.serving.export.rows import Rows, plain_ids
+from sparring.serving.export.rows import Rows, plain_ids, ranked_queries, ranked_vectors
 from sparring.serving.export.store import Store
-from sparring.training.trained import Trained
+from sparring.training.trained import How, Trained
 
 _BLOCK = 10_000  # rows per upsert
 STORES: dict[str, Callable[[str, str, pl.Schema], Store]] = {  # core/choices.py has the forms of their addresses
@@ -56,17 +56,18 @@ def send(rows: Rows, store: Store, progress: Callable[[int, int], None] | None =
     return len(rows), deleted
 
 
-def agreement(trained: Trained, store: Store, k: int = 10, queries: int = 100) -> float:
+def agreement(trained: Trained, store: Store, k: int = 10, queries: int = 100, how: How = "towers") -> float:
     """The share of the run's own lists that a store finds, for some queries, each without the items that it has taken.
 
+    For the fused ranking these are its shortlists.
     An item with the score of the last one of the exact list counts as found: stores break ties in their own ways.
     """
     n = len(trained.ids.query_ids)
     rows = torch.from_numpy(np.unique(np.linspace(0, n - 1, min(queries, n)).round().astype(np.int64)))
-    q, taken = trained.model.query_vectors(rows), trained.eligibility.taken(rows)
+    q, taken = ranked_queries(trained, rows, how), trained.eligibility.taken(rows)
     deny = [taken.items[taken.start[row] : taken.start[row + 1]].numpy() for row in range(len(rows))]
     k = min(k, trained.model.n_items)
-    scores, best = trained.ranking("encoder").best(q, k, taken)
+    scores, best = trained.eligibility.ranking(ranked_vectors(trained, how)).best(q, k, taken)
     ids = plain_ids(trained.ids.item_ids.ids)
     found = store.search(q.float().cpu().numpy(), k, deny=[ids.gather(items).to_list() for items in deny])
     exact = hit = 0

@@ -1,6 +1,7 @@
 """Approximate indexes by FAISS: how each is built, its size in memory, and its search parameters.
 
     hnsw     a graph of neighbours over the full vectors
+    cagra    the same; a GPU builds its lowest level, by CAGRA, and a CPU the few nodes above
     ivf      k-means cells with full vectors: a search visits the nearest cells
     ivfsq    the same with one byte per dimension
     ivfpq    the same with product quantisation, the smallest
@@ -17,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from sparring.core.choices import INDEX_KINDS as KINDS
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 
+GRAPHS = ("hnsw", "cagra")
 _LINKS = 32  # neighbours of a graph node; twice as many on the lowest level
 _BUILD = 100  # candidates per node during construction
 _POINTS = 64  # training vectors of k-means per cell
@@ -29,7 +31,7 @@ _CODES = 40  # training vectors of product quantisation per code word
 class Effort:
     """Search effort: `width` cells to visit, or graph candidates; then `refine` x k results are rescored exactly.
 
-    With refine 1 the scores of the index are final; they are exact for hnsw and ivf.
+    With refine 1 the scores of the index are final; they are exact for hnsw, cagra and ivf.
     """
 
     width: int = 1
@@ -43,6 +45,17 @@ def require_faiss() -> Any:
     except ImportError as error:
         raise UserError('an approximate index needs FAISS: pip install "sparring[serve]"') from error
     return faiss
+
+
+def cagra_problem() -> str | None:
+    """The reason why FAISS cannot build a graph on a GPU here, with advice; None if it can."""
+    faiss = require_faiss()
+    if not hasattr(faiss, "GpuIndexCagra"):
+        install = 'pip uninstall faiss-cpu, then pip install "sparring[gpu-index]"'
+        return f"kind cagra needs a FAISS with cuVS: {install}, or use --kind hnsw"
+    if not faiss.get_num_gpus():
+        return "kind cagra needs a GPU, and FAISS finds none: use --kind hnsw"
+    return None
 
 
 def n_cells(n: int) -> int:
@@ -59,7 +72,7 @@ def estimated_bytes(kind: str, n: int, dim: int, code: int = 0) -> int:
     """Estimated memory of an index in bytes."""
     if kind == "exact":
         return 4 * n * dim
-    if kind == "hnsw":
+    if kind in GRAPHS:
         return n * (4 * dim + 4 * (2 * _LINKS) + 4 * _LINKS // (_LINKS - 1) + 12)
     per = {"ivf": 4 * dim, "ivfsq": dim, "ivfpq": code}[kind]
     return n * (per + 8) + 4 * n_cells(n) * dim + (256 * 4 * dim if kind == "ivfpq" else 0)
@@ -94,6 +107,8 @@ def make(kind: str, vectors: np.ndarray, quantizer: Any = None, code: int = 0, s
     faiss = require_faiss()
     n, dim = vectors.shape
     inner = faiss.METRIC_INNER_PRODUCT
+    if kind == "cagra":
+        return cagra(vectors, seed)
     if kind == "hnsw":
         made = faiss.IndexHNSWFlat(dim, _LINKS, inner)
         made.hnsw.efConstruction = _BUILD
@@ -116,6 +131,35 @@ def make(kind: str, vectors: np.ndarray, quantizer: Any = None, code: int = 0, s
     return made
 
 
+def cagra(vectors: np.ndarray, seed: int = 0) -> Any:
+    """An IndexHNSWCagra of vectors (N, D): a GPU computes its lowest level, and any CPU can search it.
+
+    FAISS can leave out the levels above, a thirtieth of the nodes. Before 1.15.1 it then starts at random, and equal
+    searches find different items.
+    """
+    faiss = require_faiss()
+    n, dim = vectors.shape
+    inner = faiss.METRIC_INNER_PRODUCT
+    if problem := cagra_problem():
+        raise UserError(problem)
+    if n <= 4 * _LINKS:
+        raise UserError(f"kind cagra needs more than {4 * _LINKS} items, not {n}: use --kind exact")
+    config = faiss.GpuIndexCagraConfig()
+    config.graph_degree, config.intermediate_graph_degree = 2 * _LINKS, 4 * _LINKS
+    config.guarantee_connectivity = True  # few items are near many in inner product, and the others must be found too
+    made = faiss.IndexHNSWCagra(dim, _LINKS, inner)  # not (): the copy does not set the direction of its scores
+    made.hnsw.efConstruction, made.hnsw.rng = _BUILD, faiss.RandomGenerator(seed)
+    kept = np.ascontiguousarray(vectors, dtype=np.float32)  # FAISS keeps its address until the copy
+    try:
+        built = faiss.GpuIndexCagra(faiss.StandardGpuResources(), dim, inner, config)
+        built.train(kept)
+        built.copyTo(made)
+    except RuntimeError as error:  # the memory of the GPU, among others
+        told = RuntimeError(str(error).rpartition("Error: ")[2])  # FAISS puts a signature and a path before it
+        raise UserError(f"the GPU cannot build a graph of {n:,} items: {first_line(told)}") from error
+    return made
+
+
 def widened(vectors: np.ndarray, wide: int) -> np.ndarray:
     """Contiguous vectors padded with zeros to `wide` dimensions; inner products stay the same."""
     if vectors.shape[1] == wide:
@@ -128,7 +172,7 @@ def widened(vectors: np.ndarray, wide: int) -> np.ndarray:
 def parameters(kind: str, effort: Effort, fetch: int, selector: Any = None) -> Any:
     """FAISS parameters of a search for `fetch` results: the effort, and the ids that may be found."""
     faiss = require_faiss()
-    if kind == "hnsw":
+    if kind in GRAPHS:
         return faiss.SearchParametersHNSW(sel=selector, efSearch=max(effort.width, fetch))
     return faiss.SearchParametersIVF(sel=selector, nprobe=effort.width)
 

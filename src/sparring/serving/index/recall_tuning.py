@@ -15,13 +15,23 @@ import numpy as np
 
 from sparring.core.errors import UserError
 from sparring.serving.index import faiss_backends
-from sparring.serving.index.faiss_backends import Effort, cells, code_sizes, estimated_bytes, make, n_cells
+from sparring.serving.index.faiss_backends import (
+    GRAPHS,
+    Effort,
+    cagra_problem,
+    cells,
+    code_sizes,
+    estimated_bytes,
+    make,
+    n_cells,
+)
 from sparring.serving.index.search import Index
+from sparring.serving.index.searchable import Searchable
 
 SMALL = 2_000  # up to this many items only the exact index is considered
-GRAPH = 250_000  # up to this many items `auto` builds a graph; beyond, that takes many minutes
+GRAPH = 250_000  # up to this many items `auto` builds a graph on the CPU; beyond, that takes many minutes
 _BATCH = 64
-_REFINE = {"hnsw": (1.0,), "ivf": (1.0,), "ivfsq": (1.0, 1.5), "ivfpq": (2.0, 5.0)}
+_REFINE = {"hnsw": (1.0,), "cagra": (1.0,), "ivf": (1.0,), "ivfsq": (1.0, 1.5), "ivfpq": (2.0, 5.0)}
 _LEAST = 0.15  # shortest measurement in seconds
 
 
@@ -39,7 +49,7 @@ class Point:
     def setting(self) -> str:
         if self.kind == "exact":
             return ""
-        name = "candidates" if self.kind == "hnsw" else "cells"
+        name = "candidates" if self.kind in GRAPHS else "cells"
         return f"{self.effort.width} {name}" + (f", {self.effort.refine:g} k refined" if self.effort.refine > 1 else "")
 
 
@@ -64,12 +74,18 @@ def tune(
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
     exclude: Sequence[np.ndarray] | None = None,
+    ranked: Callable[[Index], Searchable] = lambda index: index,
+    depth: int = 1,
+    beside: int = 0,
 ) -> Tuned:
     """Build indexes of item vectors (N, D), measure them on query vectors (n, D), and return the fastest good one.
 
     Half of the queries tune the effort of each index; the other half must confirm the recall. `memory` bounds the bytes
     that a search keeps in memory. If no index reaches the recall within it, the error names the best one. `exclude` has
     the items that each query's list leaves out: a query's own items are its nearest, and easier to find than others.
+
+    `ranked` makes lists of what an index finds, such as `StagedItems`, whose query vectors `queries` then are; it takes
+    at least `depth` items from the index and keeps `beside` more bytes in memory.
 
         tuned = tune(model.item_vectors().numpy(), queries, k=100, recall=0.99, memory=500_000_000)
     """
@@ -85,23 +101,33 @@ def tune(
     exact = Index(np.ascontiguousarray(vectors, dtype=np.float32), np.arange(n))
     hidden = None if exclude is None else list(exclude)
     tuning, held_out = (queries[:half], hidden and hidden[:half]), (queries[half:], hidden and hidden[half:])
-    truth = exact.search(queries, k, hidden)[1]
-    baseline = Point("exact", Effort(), 1.0, _speed(exact, *tuning, k), estimated_bytes("exact", n, dim))
+    truth = ranked(exact).search(queries, k, hidden)[1]
+
+    def size_of(name: str, code: int = 0) -> int:
+        return beside + estimated_bytes(name, n, dim, code)
+
+    baseline = Point("exact", Effort(), 1.0, _speed(ranked(exact), *tuning, k), size_of("exact"))
     fits = memory is None or baseline.memory <= memory
     points = [baseline] if fits and kind in ("auto", "exact") else []
     indexes, left_out = {"exact": exact}, list[str]()
     say(f"exact: {baseline.speed:,.0f} queries/s, {baseline.memory / 1e6:,.1f} MB")
     quantizer = None
     slowest = baseline.speed if points else 0.0  # if exact search is allowed, a far slower index is useless
-    for name, code in _wanted(kind, n, dim, memory, left_out):
+    for name, code in _wanted(kind, n, dim, None if memory is None else memory - beside, left_out):
         began = time.perf_counter()
         if name.startswith("ivf") and quantizer is None:
             quantizer = cells(exact.vectors, seed)
-        ann = make(name, exact.vectors, quantizer, code, seed)
+        try:
+            ann = make(name, exact.vectors, quantizer, code, seed)
+        except UserError as error:  # a GPU may be full
+            if kind != "auto":
+                raise
+            left_out.append(str(error))
+            continue
         seconds = time.perf_counter() - began
-        size = estimated_bytes(name, n, dim, code)
+        size = size_of(name, code)
         indexes[name] = Index(exact.vectors, exact.ids, name, ann)
-        measured = list(_sweep(indexes[name], *tuning, truth[:half], k, recall, size, slowest))
+        measured = list(_sweep(indexes[name], *tuning, truth[:half], k, recall, size, slowest, ranked, max(k, depth)))
         points += measured
         best = max(
             measured,
@@ -112,7 +138,7 @@ def tune(
     good = sorted((point for point in points if point.recall >= recall), key=lambda point: -point.speed)
     for point in good:
         index = replace(indexes[point.kind], effort=point.effort)
-        held = _recall(index.search(held_out[0], k, held_out[1])[1], truth[half:])
+        held = _recall(ranked(index).search(held_out[0], k, held_out[1])[1], truth[half:])
         if held >= recall:
             return Tuned(index, point, tuple(points), held, tuple(left_out))
     limit = "" if memory is None else f" within {memory / 1e6:,.1f} MB"
@@ -139,6 +165,8 @@ def _wanted(kind: str, n: int, dim: int, memory: int | None, left_out: list[str]
         if kind == "auto" and name == "hnsw" and n > GRAPH:
             left_out.append(f"hnsw takes minutes to build for {n:,} items: request it with --kind hnsw")
             continue
+        if kind == "auto" and name == "cagra" and cagra_problem():
+            continue
         codes = code_sizes(dim) if name == "ivfpq" else (0,)
         fitting = [code for code in codes if memory is None or estimated_bytes(name, n, dim, code) <= memory]
         if not fitting:
@@ -156,19 +184,21 @@ def _sweep(
     target: float,
     size: int,
     slowest: float,
+    ranked: Callable[[Index], Searchable],
+    depth: int,
 ) -> Iterator[Point]:
     """Points of rising effort until the target is reached or exact search is faster; then bisect for the least."""
 
     def at(effort: Effort) -> Point:
-        tried = replace(index, effort=effort)
+        tried = ranked(replace(index, effort=effort))
         recall = _recall(tried.search(queries, k, hidden)[1], truth)
         return Point(index.kind, effort, recall, _speed(tried, queries, hidden, k), size)
 
     n = len(index.ids)
-    most = n if index.kind == "hnsw" else n_cells(n)
+    most = n if index.kind in GRAPHS else n_cells(n)
     for refine in _REFINE[index.kind]:
         # with fewer cells lists stay short, and the search falls back to exact ranking
-        least = k if index.kind == "hnsw" else math.ceil(2 * k * refine * most / n)
+        least = depth if index.kind in GRAPHS else math.ceil(2 * depth * refine * most / n)
         low, high, reached, before = 0, min(least, most), False, -1.0
         while True:
             point = at(Effort(high, refine))
@@ -195,7 +225,7 @@ def _recall(found: np.ndarray, truth: np.ndarray) -> float:
     return float(np.isin(truth + row, found + row).sum() / truth.size)
 
 
-def _speed(index: Index, queries: np.ndarray, hidden: list[np.ndarray] | None, k: int) -> float:
+def _speed(index: Searchable, queries: np.ndarray, hidden: list[np.ndarray] | None, k: int) -> float:
     """Queries per second of the median batch, which is robust to other load on the machine."""
     parts = [slice(begin, begin + _BATCH) for begin in range(0, len(queries), _BATCH)]
     batches = [(queries[part], hidden and hidden[part]) for part in parts]

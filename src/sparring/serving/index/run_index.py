@@ -1,4 +1,4 @@
-"""The index of a run, in its subfolder `index`: built from the item tower, tuned on queries of the run."""
+"""The index of a run, in its subfolder `index`: built for one of its rankings, tuned on queries of the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,10 +19,12 @@ from sparring.models.retriever import Retriever
 from sparring.serving.index import index_files
 from sparring.serving.index.recall_tuning import Tuned, tune
 from sparring.serving.index.search import Index
+from sparring.serving.index.staged import StagedItems, listing_vectors
 from sparring.training.folder import model_hash
-from sparring.training.trained import Trained
+from sparring.training.trained import How, Trained
 
 FOLDER = "index"
+_PROBES = 16  # vectors of an index that are compared with those of its run
 
 
 def build_index(
@@ -35,15 +37,29 @@ def build_index(
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
     dim: int | None = None,
+    ranking: How | None = None,
 ) -> Tuned:
     """Tune an index for a run and save it in the run folder; see `tune`. `dim` cuts vectors to their first dimensions.
 
-    build_index(load("runs/first"), recall=0.99, memory=500_000_000)
+    `ranking` is that of `Trained.recommend`; the recall is that of its final lists (`StagedItems`).
+
+        build_index(load("runs/first"), recall=0.99, memory=500_000_000)
     """
+    if dim is not None and ranking not in (None, "towers"):
+        raise UserError(f"the first dimensions are cut from vectors of the towers, not for the {ranking} ranking")
+    how = "towers" if dim is not None else trained.how(ranking)
     trained = trained if dim is None else trained.cut(dim)
     n = len(trained.ids.query_ids)
     chosen = np.random.default_rng(seed).permutation(n)[:queries]
-    vectors = trained.item_vectors().float().cpu().numpy()
+    towers, staged = trained.item_vectors().float().cpu(), dict[str, Any]()
+    vectors = towers.numpy()
+    if how != "towers":
+        assert trained.fused is not None
+        fused = trained.fused
+        vectors = listing_vectors(towers, fused, how)
+        items = StagedItems(Index(vectors, np.arange(len(vectors))), towers, fused, how)
+        depth = fused.shortlist if how == "fused" else 1
+        staged = {"ranked": items.over, "depth": depth, "beside": items.memory}
     asked = trained.model.query_vectors(torch.from_numpy(chosen)).float().cpu().numpy()
     if not np.isfinite(vectors).all() or not np.isfinite(asked).all():
         raise UserError(
@@ -53,7 +69,7 @@ def build_index(
     if not trained.lists_seen():
         own = trained.eligibility.taken(torch.from_numpy(chosen))
         taken = [items.cpu().numpy() for items in own.items.split(own.start.diff().tolist())]
-    tuned = tune(vectors, asked, k, recall, memory, kind, seed, say, taken)
+    tuned = tune(vectors, asked, k, recall, memory, kind, seed, say, taken, **staged)
     figures = {
         "recall": round(tuned.recall, 6),
         "k": min(k, len(vectors)),
@@ -63,6 +79,7 @@ def build_index(
         "run": trained.meta["id"],
         "model": model_hash(trained.folder),
         "novelty": trained.novelty,
+        "ranking": how,
         "cut": dim,
         "memory": tuned.chosen.memory,
         "measured": figures,
@@ -126,6 +143,39 @@ def cut_as_indexed(model: Retriever, run: Path) -> Retriever:
     return model if cut is None else model.cut(int(cut))
 
 
+def ranking_of(trained: Trained, asked: How | None = None) -> How:
+    """The ranking that a run is served by: as asked, else the one that its index was built for, else its own.
+
+    An index for another ranking than asked raises UserError.
+    """
+    run = trained.folder
+    meta = index_files.read_meta(run / FOLDER) if trained.has_vectors and has_index(run) else None
+    if meta is None:
+        return trained.how(asked)
+    indexed: How = meta.get("ranking", "towers")
+    if asked is not None and trained.how(asked) != indexed:
+        how = f"build it again with `sparring index {run} --ranking {asked}`"
+        raise UserError(f"{run / FOLDER} was built for the {indexed} ranking, not {asked}: {how}")
+    return trained.how(indexed)
+
+
+def open_staged(trained: Trained, how: Literal["classifiers", "fused"], check: bool = True) -> StagedItems:
+    """The items of a run by its classifiers or by both fused: through its index, without one exactly."""
+    assert trained.fused is not None
+    run, towers = trained.folder, trained.item_vectors().float().cpu()
+    if not has_index(run):
+        vectors = listing_vectors(towers, trained.fused, how)
+        return StagedItems(Index(vectors, np.arange(len(vectors))), towers, trained.fused, how)
+    index, n = open_index(run, check, trained.novelty, how), len(towers)
+    rows = np.unique(np.linspace(0, n - 1, min(n, _PROBES)).astype(np.int64))
+    truth = listing_vectors(towers, trained.fused, how, torch.from_numpy(rows))
+    fits = index.vectors.shape == towers.shape and np.allclose(truth, index.vectors[rows], rtol=1e-3, atol=1e-4)
+    if not fits or int(index.ids[-1]) != n - 1:
+        rebuild = f"build it again with `sparring index {run} --ranking {how}`"
+        raise UserError(f"the vectors in the index of {run} are not those of its {how} ranking: {rebuild}")
+    return StagedItems(index, towers, trained.fused, how)
+
+
 def open_lists(model: Retriever, run: Path, check: bool = True) -> tuple[Retriever, dict[str, Any]]:
     """The item-item matrix of a run, cut to the neighbours in its index, and index.json."""
     files.check_folder(run)
@@ -137,8 +187,10 @@ def open_lists(model: Retriever, run: Path, check: bool = True) -> tuple[Retriev
     return from_lists(model, weight, items), stored.meta
 
 
-def open_index(run: str | Path, check: bool = True, novelty: float | None = None) -> Index:
-    """The index of a run folder; the index of another model, or of another novelty if one is given, is refused.
+def open_index(run: str | Path, check: bool = True, novelty: float | None = None, ranking: How = "towers") -> Index:
+    """The index of a run folder; that of another model or ranking, or of another novelty if one is given, is refused.
+
+    For another ranking than that by the towers `open_staged` makes lists of what it finds.
 
     open_index("runs/first").search(q, k=10)
     """
@@ -151,6 +203,9 @@ def open_index(run: str | Path, check: bool = True, novelty: float | None = None
         raise UserError(f"{folder} holds the neighbours of an item-item matrix, not vectors: use open_lists")
     index = Index.load(folder, check)
     _check_model(index.meta, run)
+    if (indexed := index.meta.get("ranking", "towers")) != ranking:
+        how = f"build it again with `sparring index {run} --ranking {ranking}`"
+        raise UserError(f"{folder} was built for the {indexed} ranking, not {ranking}: {how}")
     own = index.meta.get("novelty", 0.0)
     if novelty is not None and own != novelty:
         how = f"use --novelty {own}, or build it again with `sparring index {run} --novelty {novelty:g}`"

@@ -26,7 +26,7 @@ _EXTRA = 32  # hidden items up to which queries are searched in one batch
 
 @dataclass(eq=False)
 class Index(Stored):
-    """Item vectors by id, searched by inner product: exact, or through FAISS (hnsw, ivf, ivfsq, ivfpq).
+    """Item vectors by id, searched by inner product: exact, or through FAISS (hnsw, cagra, ivf, ...).
 
     Filters are exact for every kind: an excluded, denied or not allowed item is never returned, and a list is shorter
     than k only if there are no more items. Added items are searched exactly, besides the index, so additions and
@@ -87,6 +87,12 @@ class Index(Stored):
     def gone(self) -> np.ndarray:
         """Removed items of the index, ascending."""
         return self.ids[self._changes.gone]
+
+    @property
+    def added(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the added items, ascending, and their vectors (n, D)."""
+        changes = self._changes
+        return changes.ids, changes.vectors
 
     def restore(self, ids: np.ndarray) -> None:
         """Undo the removal or the replacement of items of the index."""
