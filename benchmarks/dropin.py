@@ -177,7 +177,7 @@ def quality(data: str, args: argparse.Namespace) -> None:
     dataset = datasets.Dataset.from_dict(texts.rows)
     results: dict[str, list[dict[str, float]]] = {}
     for seed in range(args.seeds):
-        for name in losses(None, None, 1.0, None):
+        for name in args.loss or losses(None, None, 1.0, None):
             torch.manual_seed(seed)
             model = opened(args.model, args.device, args.max_len)
             loss = losses(model, dataset, args.tau, args.chunk)[name]()
@@ -204,12 +204,17 @@ def _gain(runs: list[dict[str, float]], base: list[dict[str, float]], metric: st
     return f"{gains.mean():+.4f} +- {half:.4f}"
 
 
+STATIC_CHUNK = 4096  # texts that a static model encodes at a time: each chunk has a gradient of the whole table
 CASES = {
     "theirs": ("MultipleNegativesRankingLoss", 1024, None),
     "ours": ("NegativesLoss", 1024, None),
     "theirs, cached": ("CachedMultipleNegativesRankingLoss", 16_384, 64),
     "ours, cached": ("NegativesLoss", 16_384, 64),
 }
+
+
+def _chunk(args: argparse.Namespace, chunk: int | None) -> int | None:
+    return STATIC_CHUNK if args.model == "static" and chunk else chunk
 
 
 def _memory(device: str, peak: bool) -> int:
@@ -236,7 +241,7 @@ def child(args: argparse.Namespace) -> None:
     dataset = datasets.Dataset.from_dict(rows)
     model = opened(args.model, args.device, args.max_len)
     if name == "NegativesLoss":
-        loss = NegativesLoss(model, dataset, tau=args.tau, chunk=chunk if args.model != "static" else None)
+        loss = NegativesLoss(model, dataset, tau=args.tau, chunk=_chunk(args, chunk))
     else:
         settings = {} if chunk is None else {"mini_batch_size": chunk}
         loss = getattr(theirs, name)(model, scale=1 / args.tau, **settings)
@@ -251,6 +256,8 @@ def speed(args: argparse.Namespace) -> None:
     print("| loss | batch | step, s | memory, MB |\n|---|---|---|---|")
     found: dict[str, dict[str, float]] = {}
     for case, (name, batch, chunk) in CASES.items():
+        if args.only and case not in args.only:
+            continue
         if args.model == "static" and case == "theirs, cached":
             print(f"| {name} | {batch:,} | refuses static embeddings | |")
             continue
@@ -260,7 +267,7 @@ def speed(args: argparse.Namespace) -> None:
             print(f"| {name} | {batch:,} | failed: {done.stderr.strip().splitlines()[-1][:80]} | |")
             continue
         found[case] = json.loads(done.stdout.strip().splitlines()[-1])
-        cached = f", {chunk} at a time" if chunk and args.model != "static" else ""
+        cached = f", {_chunk(args, chunk):,} at a time" if chunk else ""
         print(f"| {name}{cached} | {batch:,} | {found[case]['step']:.3f} | {found[case]['bytes'] / 1e6:,.0f} |")
     if {"theirs", "ours"} <= found.keys():
         ratio = found["ours"]["step"] / found["theirs"]["step"]
@@ -278,6 +285,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=600, help="steps of the first table; 0 skips it")
     parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument(
+        "--loss", action="append", choices=list(losses(None, None, 1.0, None)), help="of the first table"
+    )
     parser.add_argument("--chunk", type=int, help="texts encoded at a time by ours; none encodes a batch at once")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tests", type=int, default=5000, help="most test texts")
@@ -285,6 +295,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="learning rate of both losses")
     parser.add_argument("--max-len", type=int, default=32)
     parser.add_argument("--speed-steps", type=int, default=8, help="steps of the second table; 0 skips it")
+    parser.add_argument("--only", action="append", choices=list(CASES), help="cases of the second table")
     parser.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:

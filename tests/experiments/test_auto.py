@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import sparring
-from sparring.cli import main
+from sparring.cli import auto as cli_auto
+from sparring.cli import main, screen
 from sparring.core.errors import UserError
 from sparring.core.files import read_tensors
 from sparring.data.interactions import Split
@@ -533,6 +536,22 @@ def test_the_command_splits_by_time_and_lists_auto(
     assert main(["train", "--out", str(out), "--resume", "--device", "cpu"]) == 0
     assert main(["recipes", "auto"]) == 0
     assert "--budget" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("budget", "shown"), [("10m", "6:40 left"), ("12", "0:00:00")])
+def test_the_bar_shows_the_time_left(budget: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 minutes 200 s were spent before; nothing is known of the time that trials take, so they show that spent."""
+    out = io.StringIO()
+    monkeypatch.setattr(screen, "console", lambda: Console(file=out, force_terminal=True, width=100))
+    monkeypatch.setattr(cli_auto.time, "monotonic", lambda: 1000.0)
+    with cli_auto._listening(False, Budget.parse(budget), 200.0) as listener:
+        listener.begin("short trainings", 3, 12)
+        listener.said("ials", {"epoch": 2})
+        listener.ended("ials", None)
+    drawn = out.getvalue()
+    assert shown in drawn
+    assert ("200/600 s" if budget == "10m" else "4/12 trials") in drawn
+    assert "left" not in drawn.replace(shown, "")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_negatives_equal_a_sort_of_all_items(
     expected = [[float(scores[q, p]), float(scores[q, i])] for (q, p), left in want.items() for i in left[:4]]
     np.testing.assert_allclose(np.array(rows["scores"].to_list()).reshape(-1, 2), np.array(expected), atol=1e-5)
     assert (mined.pairs, mined.offered) == (len(data), 23 * len(data))
-    assert mined.dropped["any"] == mined.offered - sum(len(left) for left in want.values())
+    assert mined.left == sum(len(left) for left in want.values())
     assert mined.short == sum(len(left) < 4 for left in want.values())
     assert not (tmp_path / "out" / "work").exists()
 

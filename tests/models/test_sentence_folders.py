@@ -15,6 +15,7 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.data.texts.encoder import TextEncoder, own_prompt
 from sparring.data.texts.texts import tokenize
+from sparring.models import scorers
 from sparring.models.encoders import encoder_width, is_bag, load_encoder, save_encoder
 from sparring.models.text import BagEncoder, TextTower
 from sparring.recipes.settings import build
@@ -72,6 +73,20 @@ def test_what_the_library_saved_is_read_and_written_back(bert: Path, tmp_path: P
     np.testing.assert_array_equal(vectors(load_encoder(tmp_path / "ours", None), TEXTS), vectors(encoder, TEXTS))
     unit = want / np.linalg.norm(want, axis=1, keepdims=True)
     np.testing.assert_allclose(TextEncoder(tmp_path / "theirs", "cpu").encode(TEXTS), unit, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("pooling", HEADS)
+def test_vectors_of_a_guide_are_those_of_the_library(bert: Path, tmp_path: Path, pooling: str) -> None:
+    """Queries and items have their own prompts, in blocks of any size; every vector has length 1."""
+    model = theirs(bert, tmp_path / "theirs", pooling)
+    encode = scorers.text_vectors(str(tmp_path / "theirs"), "cpu")
+    for role, by_role in (("query", model.encode_query), ("item", model.encode_document)):
+        want = by_role(TEXTS, normalize_embeddings=True)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(scorers, "_BLOCK", 3)
+            found = encode(TEXTS, role)  # type: ignore[arg-type]
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+    assert encode([], "item").shape == (0, want.shape[1])
 
 
 def test_a_run_keeps_prompts_pooling_and_head(bert: Path, tmp_path: Path) -> None:

@@ -300,6 +300,15 @@ def test_corrected_mixed_negatives(parts: Split) -> None:
     check(losses, hand.softmax_loss(hand.logits(ids) - count[ids].log() + hand.other(ids)))
 
 
+def test_mixed_negatives_without_known_positives(parts: Split) -> None:
+    """exclude=known leaves all training positives of the query out of both sources; the expected counts stay."""
+    hand = Hand(parts.train, build("debiased_mns", parts.train, {**TINY, "n": 16, "exclude": "known"}))
+    losses, _, outcome = hand.contrast()
+    ids = torch.cat([hand.items, outcome.bags[0].blocks[1].ids])
+    count = (B - 1) * hand.p + 16 / hand.n_items
+    check(losses, hand.softmax_loss(hand.logits(ids) - count[ids].log() + hand.unknown(ids)))
+
+
 def test_corrected_mixed_negatives_of_each_query(parts: Split) -> None:
     """per_query draws n uniform items for each row; all are divided by the same expected count."""
     hand = Hand(parts.train, build("debiased_mns", parts.train, {**TINY, "n": 5, "per_query": True}))

@@ -15,12 +15,14 @@ import torch
 from sparring.cli import main
 from sparring.data import Interactions, Split, make_world
 from sparring.evaluation.ranking import Evaluation, evaluate
+from sparring.evaluation.tfidf import TfIdf
 from sparring.recipes.settings import build
 from sparring.serving.checking import check
 from sparring.training import baselines as module
-from sparring.training.baselines import PERSONAL, baselines, behind, expected_seconds, headline
+from sparring.training.baselines import PERSONAL, baselines, behind, expected_seconds, headline, text_columns
 from sparring.training.fitting import fit
 from support.settings import QUICK, quick_words
+from support.texts import text_parts
 
 CPU = torch.device("cpu")
 
@@ -52,6 +54,22 @@ def test_figures_are_those_of_the_baselines_own_trainings(parts: Split) -> None:
     for name, result in found.items():
         metrics = alone(name, parts)[1]
         assert result.metrics == {key: metrics[key] for key in ("recall@10", "ndcg@10")}
+
+
+def test_tf_idf_stands_beside_runs_over_texts() -> None:
+    """Its lists are made of the columns that the run reads; a run whose towers read none has none."""
+    split = text_parts()
+    train, test = split.train, split.test
+    assert test is not None
+    assert train.query_table is not None
+    assert train.item_table is not None
+    queries, items = train.query_table["text"], train.item_table["text"]
+    lists = TfIdf(items, queries, queries.gather(np.unique(train.queries)))
+    expected = evaluate(lists, test, split.seen_for("test"), (10,), ("recall", "ndcg")).metrics
+    assert beside(split, texts=(("text",), ("text",)))["tf-idf"].metrics == expected
+    assert "tf-idf" not in beside(split)
+    assert text_columns({"query_tower": "id", "item_tower": "text"}) is None
+    assert text_columns({"query_tower": "text", "item_tower": "text", "item_text": ["title"]}) == ((), ("title",))
 
 
 def test_popularity_counts(parts: Split) -> None:

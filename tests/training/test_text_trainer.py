@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from sparring.core.errors import UserError
 from sparring.losses import Matryoshka, Symmetric
 from sparring.negatives import InBatch, NearestItems, QuantizedSoftmax, Sampled, Uniform, Union
+from sparring.training import text_batches
 from sparring.training.sentence_transformers import NegativesLoss, in_batch, pairs_of
 from sparring.training.text_trainer import Clustered, TextIds, refreshing
 from support.ports import free_port
@@ -87,6 +88,57 @@ def test_the_gradient_cache_gives_the_gradient_of_the_whole_batch(model: Any, da
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
     assert found[0][1].norm() > 0
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-3, atol=1e-6)
+
+
+def test_static_vectors_are_cached_in_chunks(dataset: Any) -> None:
+    """With a gradient cache a static model, whose tokens are one flat list, has the gradient of the whole batch."""
+    model = static()
+    positives = [*dataset["positive"][:9], "", *dataset["positive"][10:]]
+    features = batch(model, dataset["anchor"][:11], positives[:11])
+    loss = NegativesLoss(model, {"anchor": dataset["anchor"], "positive": positives})
+    value, grad = gradient(model, loss, features)
+    for chunk in (1, 4, 11, 50):
+        loss.chunk = chunk
+        cached, same = gradient(model, loss, features)
+        assert cached == pytest.approx(value, rel=1e-6)
+        torch.testing.assert_close(same, grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["flat", "padded"])
+def test_tokens_made_in_slices_are_those_of_the_whole_column(
+    model: Any, dataset: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A column that is tokenised 7 texts at a time has the tokens of the whole column, empty texts included."""
+    monkeypatch.setattr(text_batches, "_SLICE", 7)
+    encoder = static() if kind == "flat" else model
+    for n in (3, 7, 8, 30):
+        texts = [*dataset["anchor"][: n - 1], ""]
+        whole, sliced = encoder.preprocess(texts), text_batches.in_slices(encoder.preprocess, texts)
+        assert whole.keys() == sliced.keys()
+        for name, value in whole.items():
+            assert torch.equal(value, sliced[name]) if isinstance(value, torch.Tensor) else value == sliced[name]
+
+
+@pytest.mark.parametrize("max_len", [None, 3])
+def test_static_tokens_by_words_are_the_models_own(max_len: int | None) -> None:
+    """The collator's tokens of a static model equal those of its own preprocessing, with prompts and truncation."""
+    import tokenizers
+
+    vocabulary = {word: at for at, word in enumerate(["[UNK]", *WORDS, "##s"])}
+    words = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    words.normalizer = tokenizers.normalizers.BertNormalizer()
+    words.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    if max_len is not None:
+        words.enable_truncation(max_len)
+    model = library.SentenceTransformer(modules=[modules.StaticEmbedding(words, embedding_dim=4)], device="cpu")
+    texts = [" ".join(WORDS[:5]), "", "  ", f"{WORDS[2].upper()}s, {WORDS[3]}", "\u00e9 \u6f22\u5b57", WORDS[1] * 30]
+    quick = text_batches.preprocessing(model)
+    assert "by_words" in repr(quick)
+    for prompt in (None, "", f"{WORDS[0]}: "):
+        whole, made = model.preprocess(texts, prompt=prompt), quick(texts, prompt=prompt)
+        assert whole.keys() == made.keys()
+        assert all(torch.equal(whole[name], made[name]) for name in whole)
+    assert model[0].tokenizer.truncation == words.truncation
 
 
 def test_the_gradient_cache_repeats_dropout(tmp_path: Path, dataset: Any) -> None:

@@ -86,8 +86,8 @@ def mine(args: Namespace) -> int:
     page = write_page(mined, mining, command_line(args), args.out / "report.html")
     counts = summary(mined, mining)
     record = {"out": str(args.out), "files": len(mined.files), "report": str(page), **asdict(mining)}
-    record |= {"pairs": mined.pairs, "rows": mined.rows, "offered": mined.offered, "dropped": mined.dropped}
-    record |= {"short": mined.short, "unknown": mined.unknown}
+    record |= {"pairs": mined.pairs, "rows": mined.rows, "offered": mined.offered, "left": mined.left}
+    record |= {"dropped": mined.dropped, "short": mined.short, "unknown": mined.unknown}
     detail(args, table(counts.cells()))
     files = f"{len(mined.files):,} file{'s' if len(mined.files) > 1 else ''}"
     return result(args, [record], f"{args.out / 'parts'}: {mined.rows:,} rows in {files}; look at {page}")

@@ -1,4 +1,4 @@
-"""Exact ranking of a catalogue, the metrics of its lists, tests of differences between them, and BM25 as a reference.
+"""Exact ranking of a catalogue, metrics of its lists, tests of differences between them; BM25 and TF-IDF as references.
 
 Anything that encodes queries and items can be evaluated; nothing here trains. Ties are broken in core/topk.py.
 """

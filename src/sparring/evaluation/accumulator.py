@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from sparring.data.pairs import within
 from sparring.evaluation.metrics import (
     METRICS,
     PROPENSITY_METRICS,
@@ -148,7 +149,7 @@ class MetricAccumulator:
             order = np.lexsort((-grades, queries))
             queries, grades = queries[order], grades[order]
             sizes = np.bincount(queries, minlength=len(self.query_ids))
-            rank = np.arange(len(queries)) - (np.cumsum(sizes) - sizes)[queries]
+            rank = within(sizes)
             gains = np.where(rank < k, grades / np.log2(rank + 2), 0.0)
             self.ideals[k, stratum] = np.bincount(queries, weights=gains, minlength=len(self.query_ids))
         return self.ideals[k, stratum]

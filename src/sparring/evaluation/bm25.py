@@ -10,6 +10,7 @@ import polars as pl
 
 from sparring.core.errors import UserError
 from sparring.core.types import Positives
+from sparring.data.pairs import within
 from sparring.data.texts.texts import as_series
 
 _BLOCK = 1 << 24  # scores held at once
@@ -79,7 +80,7 @@ def _pairs(seen: Positives, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray
     start, items = seen.start.cpu().numpy(), seen.items.cpu().numpy()
     count = start[queries + 1] - start[queries]
     rows = np.repeat(np.arange(len(queries)), count)
-    return rows, items[np.arange(len(rows)) + np.repeat(start[queries] - (np.cumsum(count) - count), count)]
+    return rows, items[np.repeat(start[queries], count) + within(count)]
 
 
 def _best(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -90,7 +91,7 @@ def _best(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     order = np.lexsort((items, -value, rows))
     rows, items, value = rows[order], items[order], value[order]
     count = np.bincount(rows, minlength=len(scores))
-    place = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
+    place = within(count)
     inside = place < k
     best, best_scores = np.full((len(scores), k), -1, dtype=np.int64), np.zeros((len(scores), k), dtype=np.float32)
     best[rows[inside], place[inside]], best_scores[rows[inside], place[inside]] = items[inside], value[inside]

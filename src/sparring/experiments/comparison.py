@@ -27,6 +27,7 @@ from sparring.data.interactions import Split
 from sparring.data.synthetic_world import SyntheticWorld
 from sparring.evaluation.metrics import LIST_METRICS, parse
 from sparring.evaluation.ranking import Evaluation, evaluate
+from sparring.evaluation.tfidf import TfIdf
 from sparring.experiments import study
 from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.study import Dataset, Method, Study, Training
@@ -36,8 +37,8 @@ from sparring.models.retriever import Retriever
 from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe, source_digest
 from sparring.recipes.run import Run
-from sparring.recipes.setup import Setup
-from sparring.training.baselines import baselines
+from sparring.recipes.setup import Setup, flat
+from sparring.training.baselines import baselines, text_columns
 from sparring.training.fitting import METRICS
 
 BASELINES = "baselines.json"
@@ -249,10 +250,11 @@ def _measure_baselines(comparison: Comparison, data: ComparedData) -> None:
         return
     log.info("%s: popularity, and the best baseline on the validation part that takes seconds", data.name)
 
-    def rank(model: Retriever, listed: Tensor | None) -> Evaluation:
+    def rank(model: Retriever | TfIdf, listed: Tensor | None) -> Evaluation:
         return evaluate(model, test, seen, k, metrics, counts=counts, among=listed)
 
     runs = [run for method in comparison.methods.values() for run in comparison.study.runs(data.name, method)]
     seconds = sum(float(run.result["train_seconds"]) for run in runs)
-    found = baselines(split, test, rank, device, select=comparison.metrics[-1], seconds=seconds)
+    texts = text_columns(flat(study.read_json(runs[0].path("run.json"))["setup"])) if runs else None
+    found = baselines(split, test, rank, device, select=comparison.metrics[-1], seconds=seconds, texts=texts)
     files.write_json(path, {name: result.to_dict() for name, result in found.items()})

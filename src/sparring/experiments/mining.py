@@ -32,7 +32,7 @@ from sparring.data.pairs import csr
 from sparring.data.texts.texts import ROLES, Role, text_of
 from sparring.models.scorers import Vectors, is_cross_encoder, text_vectors
 from sparring.negatives import Guide, ScoreFunction
-from sparring.negatives.filtered import Bounds
+from sparring.negatives.filtered import Bounds, first_left
 from sparring.recipes.guides import OWN, TABLES, open_guide
 from sparring.training.trained import load
 
@@ -100,7 +100,8 @@ class Mined:
     pairs: int = 0
     rows: int = 0
     offered: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
+    left: int = 0  # of the offered, those that no bound dropped
+    dropped: dict[str, int] = field(default_factory=dict)  # by each bound; several may drop one candidate
     short: int = 0  # pairs with fewer than n negatives
     unknown: int = 0  # candidates without a score of the guide
     examples: list[dict[str, Any]] = field(default_factory=list)
@@ -203,17 +204,17 @@ def _block(
     left = offered.clone()
     for mask in reached.values():
         left &= ~mask
-    order = torch.where(left, -torch.arange(ids.shape[1]).float(), -torch.inf)
+    order = -torch.arange(ids.shape[1]).float().expand(ids.shape)
     if mining.pick == "random":
         generator = torch.Generator().manual_seed((mining.seed << 20) + number)
-        order = torch.where(left, torch.rand(ids.shape, generator=generator), -torch.inf)
-    place = order.topk(min(mining.n, ids.shape[1]), dim=1)
-    chosen = torch.where(torch.isneginf(place.values), -1, ids.gather(1, place.indices))
-    values = scores.gather(1, place.indices)
+        order = torch.rand(ids.shape, generator=generator)
+    chosen, places = first_left(order, left, ids, mining.n)
+    values = scores.gather(1, places)
     facts: dict[str, Any] = {
         "pairs": len(rows),
         "offered": int(offered.sum()),
-        "dropped": {name: int(mask.sum()) for name, mask in reached.items()} | {"any": int((offered & ~left).sum())},
+        "left": int(left.sum()),
+        "dropped": {name: int(mask.sum()) for name, mask in reached.items()},
         "short": int(((chosen >= 0).sum(1) < mining.n).sum()),
         "unknown": int((scores.isnan() & offered).sum()),
         "examples": _examples(mining, data, texts, of, positive, own, ids, scores, left, chosen, reached, shown),
@@ -578,7 +579,7 @@ def _write(rows: pl.DataFrame, path: Path) -> None:
 
 
 def _add(mined: Mined, facts: dict[str, Any]) -> None:
-    for name in ("pairs", "rows", "offered", "short", "unknown"):
+    for name in ("pairs", "rows", "offered", "left", "short", "unknown"):
         setattr(mined, name, getattr(mined, name) + facts[name])
     for name, number in facts["dropped"].items():
         mined.dropped[name] = mined.dropped.get(name, 0) + number

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from sparring.core.part import Part
 from sparring.core.types import Positives
+from sparring.data.pairs import within
 from sparring.kernels import gather
 
 _PIECE = 64  # edges that one thread adds up: the most popular item has thousands
@@ -168,8 +169,7 @@ def _adjacency(pairs: Positives, n_items: int) -> dict[str, Tensor]:
     first = np.cumsum(degree) - degree
     cut = -(-degree // _PIECE)  # pieces of each row
     rows = np.cumsum(cut) - cut
-    within = np.arange(cut.sum()) - np.repeat(rows, cut)
-    pieces = np.repeat(first, cut) + within * _PIECE
+    pieces = np.repeat(first, cut) + within(cut) * _PIECE
     kind = torch.int32 if len(column) < 2**31 else torch.int64
     tensors = {"columns": column, "pieces": pieces, "rows": rows, "places": np.arange(len(pieces))}
     return {name: torch.from_numpy(each).to(kind) for name, each in tensors.items()} | {

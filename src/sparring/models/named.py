@@ -10,8 +10,9 @@ The keyword arguments are the model's options: `--set model.blocks=3`. `sparring
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, TypeVar
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 from torch import nn
 
@@ -69,25 +70,6 @@ def history(inputs: Inputs, settings: ModelSettings) -> Retriever:
     return towers(inputs, settings)
 
 
-def _sequence(
-    inputs: Inputs, settings: ModelSettings, blocks: Sequence[nn.Module], dropout: float, positions: bool = True
-) -> Retriever:
-    """The Retriever of a causal network over the last items of a query."""
-    if not inputs.past.ordered:
-        raise UserError("a sequence model needs an order, and the data has no times: name their column", "time")
-    if not blocks:
-        raise UserError("a sequence model needs at least one block: set model.blocks=1 or more")
-    if settings.query_features or settings.query_vectors:
-        raise UserError("a sequence model reads items alone: leave out query_features and query_vectors")
-    item = item_tower(inputs, settings)
-    read = history_items(inputs, settings, item)
-    query = SequenceTower(read, inputs.past, settings.history, blocks, dropout, positions)
-    return finished(inputs, settings, query, item)
-
-
-Blocks = Annotated[int, "blocks, one after another"]
-Heads = Annotated[int, "heads of attention"]
-InnerDropout = Annotated[float, "dropout inside the network"]
 _SEQUENCES: dict[str, object] = {
     "rows": "sequences",
     "dim": 128,
@@ -108,57 +90,73 @@ _SEQUENCES: dict[str, object] = {
 }
 
 
-@model(**_SEQUENCES)
-def sasrec(
-    inputs: Inputs,
-    settings: ModelSettings,
-    *,
-    blocks: Blocks = 2,
-    heads: Heads = 1,
-    inner_dropout: InnerDropout = 0.3,
-) -> Retriever:
+def _of_blocks(positions: bool = True) -> Callable[[Callable[..., nn.Module]], Model]:
+    """A model of blocks over the items of a query in order. The function makes a block; its options join the shared."""
+
+    def made(block: Callable[..., nn.Module]) -> Model:
+        def build(
+            inputs: Inputs,
+            settings: ModelSettings,
+            *,
+            blocks: Annotated[int, "blocks, one after another"] = 2,
+            heads: Annotated[int, "heads of attention"] = 1,
+            inner_dropout: Annotated[float, "dropout inside the network"] = 0.3,
+            **own: Any,
+        ) -> Retriever:
+            if not inputs.past.ordered:
+                raise UserError("a sequence model needs an order, and the data has no times: name their column", "time")
+            if blocks < 1:
+                raise UserError("a sequence model needs at least one block: set model.blocks=1 or more")
+            if settings.query_features or settings.query_vectors:
+                raise UserError("a sequence model reads items alone: leave out query_features and query_vectors")
+            parts = [block(inputs, settings, heads, inner_dropout, **own) for _ in range(blocks)]
+            item = item_tower(inputs, settings)
+            read = history_items(inputs, settings, item)
+            query = SequenceTower(read, inputs.past, settings.history, parts, inner_dropout, positions)
+            return finished(inputs, settings, query, item)
+
+        shared, more = (list(inspect.signature(each).parameters.values()) for each in (build, block))
+        options = [each for each in more if each.kind is each.KEYWORD_ONLY]
+        build.__signature__ = inspect.Signature([*shared[:-1], *options])  # type: ignore[attr-defined]
+        build.__annotations__ |= {each.name: each.annotation for each in options}
+        build.__name__, build.__qualname__, build.__doc__ = block.__name__, block.__qualname__, block.__doc__
+        return model(**_SEQUENCES)(build)
+
+    return made
+
+
+@_of_blocks()
+def sasrec(inputs: Inputs, settings: ModelSettings, heads: int, dropout: float) -> nn.Module:
     """The items of a query in order through causal self-attention, trained at every position (SASRec).
 
     Kang and McAuley, Self-Attentive Sequential Recommendation, ICDM 2018.
     """
-    parts = [SasRecBlock(settings.dim, heads, inner_dropout) for _ in range(blocks)]
-    return _sequence(inputs, settings, parts, inner_dropout)
+    return SasRecBlock(settings.dim, heads, dropout)
 
 
-@model(**_SEQUENCES)
+@_of_blocks()
 def ligr(
     inputs: Inputs,
     settings: ModelSettings,
+    heads: int,
+    dropout: float,
     *,
-    blocks: Blocks = 2,
-    heads: Heads = 1,
-    inner_dropout: InnerDropout = 0.3,
     multiplier: Annotated[int, "width of the feed-forward network, in units of dim"] = 4,
-) -> Retriever:
+) -> nn.Module:
     """SASRec with the gated layers of LiGR (eSASRec).
 
     Tikhonovich et al., eSASRec: Enhancing Transformer-based Recommendations in a Modular Fashion, RecSys 2025.
     """
-    parts = [LigrBlock(settings.dim, heads, inner_dropout, multiplier) for _ in range(blocks)]
-    return _sequence(inputs, settings, parts, inner_dropout)
+    return LigrBlock(settings.dim, heads, dropout, multiplier)
 
 
-@model(**_SEQUENCES)
-def hstu(
-    inputs: Inputs,
-    settings: ModelSettings,
-    *,
-    blocks: Blocks = 2,
-    heads: Heads = 1,
-    inner_dropout: InnerDropout = 0.3,
-) -> Retriever:
+@_of_blocks(positions=False)
+def hstu(inputs: Inputs, settings: ModelSettings, heads: int, dropout: float) -> nn.Module:
     """The items of a query through attention without softmax, with biases for distance in places and time (HSTU).
 
     Zhai et al., Actions Speak Louder than Words, ICML 2024.
     """
-    timed = inputs.past.time is not None
-    parts = [HstuBlock(settings.dim, heads, inner_dropout, settings.history, timed) for _ in range(blocks)]
-    return _sequence(inputs, settings, parts, inner_dropout, positions=False)
+    return HstuBlock(settings.dim, heads, dropout, settings.history, inputs.past.time is not None)
 
 
 @model(query_tower="history", pooling="mean", rows="sets", history=200, history_table="own")

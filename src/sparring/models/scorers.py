@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from sparring.core import files
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError, first_line
 from sparring.core.extras import optional
-from sparring.data.texts.encoder import TextEncoder, check_encoder, text_folder
+from sparring.data.texts.encoder import check_encoder, own_prompt
 from sparring.data.texts.texts import Role, tokenize
-from sparring.models.encoders import is_bag, open_encoder
+from sparring.models.encoders import encoder_place, open_encoder
+from sparring.models.text import BagEncoder, prompted
 
-_BLOCK = 8192  # texts encoded between two reports of progress
+_BLOCK = 8192  # texts tokenised at a time
 _WORDS = 512  # tokens of a text that a bag reads at most
 
 Vectors = Callable[[Sequence[str], Role], Tensor]
@@ -29,26 +29,25 @@ Vectors = Callable[[Sequence[str], Role], Tensor]
 def text_vectors(name: str, device: str = "auto") -> Vectors:
     """A function of texts and their role to vectors (n, D) of length 1, by the encoder of this name.
 
-    A folder of sentence-transformers is opened by that library where it is installed, with its pooling, its layers and
-    the prompts of each role. Other names are those of text towers (models/encoders.py). No code that comes with a model
-    is run.
+    Names are those of text towers (models/encoders.py): a folder of sentence-transformers has its own pooling, its
+    layers and the prompts of each role. No code that comes with a model is run.
 
         text_vectors("minilm")(["red shoes"], "query")
     """
-    if is_bag(name):
-        return _bag_vectors(name)
-    folder = text_folder(name)
-    modules = folder / "modules.json"
-    if (folder / "config.json").is_file() or not modules.is_file():
-        check_encoder(folder)
-    if not modules.is_file() or importlib.util.find_spec("sentence_transformers") is None:
-        encoder = TextEncoder(folder, device)
-        return lambda texts, role: torch.from_numpy(encoder.encode(texts)).float()
-    model = _opened("SentenceTransformer", folder, device)
+    encoder, folder = open_encoder(name, pooling=None), encoder_place(name)
+    place = pick_device(device)
+    encoder = encoder.eval().to(place)
+    longest = _WORDS if isinstance(encoder, BagEncoder) else encoder.longest
 
+    @torch.no_grad()
     def encode(texts: Sequence[str], role: Role) -> Tensor:
-        by_role = model.encode_query if role == "query" else model.encode_document
-        return torch.from_numpy(by_role(list(texts), normalize_embeddings=True, show_progress_bar=False)).float()
+        prompt = "" if folder is None else own_prompt(folder, role)
+        parts = [torch.zeros(0, encoder.dim)]
+        for begin in range(0, len(texts), _BLOCK):
+            tokens = tokenize(prompted(texts[begin : begin + _BLOCK], prompt), encoder.tokenizer, longest)
+            vectors = encoder(tokens, torch.arange(len(tokens), device=place), longest)
+            parts.append(F.normalize(vectors, dim=1).cpu())
+        return torch.cat(parts)
 
     return encode
 
@@ -87,17 +86,3 @@ def _opened(kind: str, folder: Path, device: str) -> Any:
         return getattr(library, kind)(str(folder), device=str(pick_device(device)), **safely)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
         raise UserError(f"cannot load the model in {folder}: {first_line(error)}") from error
-
-
-def _bag_vectors(name: str) -> Vectors:
-    encoder = open_encoder(name).eval()
-
-    @torch.no_grad()
-    def encode(texts: Sequence[str], role: Role) -> Tensor:
-        parts = [torch.zeros(0, encoder.dim)]
-        for begin in range(0, len(texts), _BLOCK):
-            tokens = tokenize(texts[begin : begin + _BLOCK], encoder.tokenizer, _WORDS)
-            parts.append(F.normalize(encoder(tokens, torch.arange(len(tokens)), _WORDS), dim=1))
-        return torch.cat(parts)
-
-    return encode

@@ -52,6 +52,12 @@ class Bounds:
         return reached
 
 
+def first_left(order: Tensor, left: Tensor, ids: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n ids (B, C) of the largest `order` among those that are `left`, -1 for none, and their places."""
+    found = order.masked_fill(~left, -torch.inf).topk(min(n, ids.shape[1]), dim=1)
+    return torch.where(torch.isneginf(found.values), -1, ids.gather(1, found.indices)), found.indices
+
+
 class Unless(Negatives):
     """The candidates of a source, less those that a guide puts too near the positive (false negatives).
 

@@ -155,20 +155,7 @@ def dexa(
     131,000 items.
     Dahiya et al., Deep Encoders with Auxiliary Parameters for Extreme Classification, KDD 2023.
     """
-    return ngame(
-        data,
-        setup,
-        size=size,
-        start=start,
-        every=every,
-        grow=grow,
-        k=k,
-        margin=margin,
-        dynamic=dynamic,
-        reduction=reduction,
-        constant_weights=constant_weights,
-        both_ways=both_ways,
-    )
+    return ngame(**locals())  # the same arguments with other defaults
 
 
 def prime(
@@ -192,20 +179,7 @@ def prime(
     summed.
     PRIME, NAACL 2025, as implemented in its successor ViXML.
     """
-    return ngame(
-        data,
-        setup,
-        size=size,
-        start=start,
-        every=every,
-        grow=grow,
-        k=k,
-        margin=margin,
-        dynamic=dynamic,
-        reduction=reduction,
-        constant_weights=constant_weights,
-        both_ways=both_ways,
-    )
+    return ngame(**locals())  # the same arguments with other defaults
 
 
 def dexml(data: Interactions, setup: Setup = SOFTMAX) -> Run:

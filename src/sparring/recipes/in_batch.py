@@ -255,12 +255,16 @@ def debiased_mns(
     n: UniformDraws = 2048,
     per_query: PerQuery = False,
     correction: Corrected = "count",
+    exclude: Excluded = "positive",
 ) -> Run:
     """Mixed negatives corrected by the expected count of the mixture (debiased MNS).
 
     Xing et al., ESANS, WWW 2025 (baseline: Yang et al. 2020 with the correction of Yi et al. 2019).
     """
-    sources = InBatch(item_frequency(data, setup)), Sampled(uniform(data), n, per_query)
+    sources = (
+        InBatch(item_frequency(data, setup), exclude=exclude),
+        Sampled(uniform(data), n, per_query, exclude=exclude),
+    )
     return compose(data, setup, Term(1.0, Union(*sources, correction=correction)))
 
 

