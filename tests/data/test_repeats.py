@@ -11,8 +11,10 @@ import polars as pl
 import pytest
 
 from sparring.core.errors import UserError
+from sparring.data import pairs, splits
 from sparring.data.histories import histories, past_of
 from sparring.data.interactions import Interactions
+from sparring.data.prepared import row_buckets
 from sparring.data.prepared.preparation import prepare
 from sparring.data.reading import describe, read
 from sparring.data.splits import split
@@ -120,10 +122,10 @@ def test_parts_hold_every_row_once(how: str) -> None:
     for part, earlier in (("valid", [parts.train]), ("test", [parts.train, parts.valid])):
         assert not len(parts.seen_for(part).items)
         assert len(parts.seen_for(part).start) == parts.train.n_queries + 1
-        pairs = {(int(q), int(i)) for each in earlier for q, i in zip(each.queries, each.items, strict=True)}
+        known = {(int(q), int(i)) for each in earlier for q, i in zip(each.queries, each.items, strict=True)}
         before = parts.before(part)
         owners = np.repeat(np.arange(parts.train.n_queries), before.start.diff().numpy())
-        assert list(zip(owners.tolist(), before.items.tolist(), strict=True)) == sorted(pairs)
+        assert list(zip(owners.tolist(), before.items.tolist(), strict=True)) == sorted(known)
     joined = parts.joined().train
     assert joined.repeats
     assert Counter(rows_of(joined)) == Counter(LOG) - Counter(rows_of(parts.test))
@@ -149,13 +151,44 @@ def test_shown_pairs_stay_apart() -> None:
     assert list(zip(*(column.tolist() for column in data.shown), strict=True)) == [(0, 1)]
 
 
+@pytest.mark.parametrize("how", ["random", "temporal", "leave-last-out"])
+def test_prepared_parts_are_those_of_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """A folder prepared with repeats has the rows, parts, counts, pairs, histories and notes of `read` and `split`,
+    with many small buckets and chunks; without them it has each pair once."""
+    monkeypatch.setattr(row_buckets, "BUCKET", 40)
+    monkeypatch.setattr(pairs, "CHUNK", 16)
+    monkeypatch.setattr(splits, "CHUNK", 16)
+    frame(LOG).write_parquet(tmp_path / "log.parquet")
+    prepare(tmp_path / "log.parquet", tmp_path / "out", how=how, seed=3, repeats="keep")
+    found, data = read(tmp_path / "out", repeats="keep"), kept()
+    assert found.repeats
+    assert found.notes == data.notes
+    one, other = split(found), split(data, how, seed=3)
+    for name in ("train", "valid", "test"):
+        mapped, held = getattr(one, name), getattr(other, name)
+        assert mapped.repeats
+        assert rows_of(mapped) == rows_of(held)
+    taken = Counter(other.train.items.tolist())
+    assert one.train.counts().tolist() == [taken[item] for item in range(data.n_items)]
+    for ours, theirs in (
+        (one.train.positives(), other.train.positives()),
+        (one.before("test"), other.before("test")),
+        (past_of(one, "test"), past_of(other, "test")),
+        (histories(one.train), histories(other.train)),
+    ):
+        assert ours.start.tolist() == theirs.start.tolist()
+        assert ours.items.tolist() == theirs.items.tolist()
+    assert not len(one.seen_for("test").items)
+
+
 def test_refusals(tmp_path: Path) -> None:
-    """Another word, prepared data, and folders of a fixed layout are refused in one line."""
+    """Another word, and another choice than that of prepared data, are refused in one line."""
     with pytest.raises(UserError, match="'twice'"):
         read(frame(LOG), repeats="twice")  # type: ignore[arg-type]
     frame(LOG).write_parquet(tmp_path / "log.parquet")
+    prepare(tmp_path / "log.parquet", tmp_path / "kept", repeats="keep")
     with pytest.raises(UserError, match="repeats"):
-        prepare(tmp_path / "log.parquet", tmp_path / "out", repeats="keep")
+        read(tmp_path / "kept", repeats="merge")
     prepare(tmp_path / "log.parquet", tmp_path / "out")
     with pytest.raises(UserError, match="repeats"):
         read(tmp_path / "out", repeats="keep")

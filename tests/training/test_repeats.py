@@ -250,4 +250,10 @@ def test_from_the_command_line(tmp_path: Path, refused: Callable[..., str], capf
     assert len(capfd.readouterr().out.splitlines()) == ITEMS
     assert main(["data", "show", data, "--repeats", "keep"]) == 0
     assert f"{ROWS} interactions" in capfd.readouterr().out
-    refused(["prepare", data, "--out", tmp_path / "prepared", "--repeats", "keep"], "repeats")
+    prepared = str(tmp_path / "prepared")
+    assert main(["prepare", data, "--out", prepared, "--repeats", "keep"]) == 0
+    words = ["train", "--data", prepared, "--recipe", "bpr", "--out", str(tmp_path / "mapped"), *quick_words()]
+    assert main(words) == 0
+    assert json.loads((tmp_path / "mapped" / "run.json").read_text())["repeats"] == "keep"
+    assert main(["prepare", data, "--out", str(tmp_path / "merged")]) == 0
+    refused(["train", "--data", tmp_path / "merged", "--repeats", "keep", "--out", tmp_path / "x"], "each pair once")

@@ -12,6 +12,7 @@ import polars as pl
 
 from sparring.core.errors import UserError
 from sparring.data.cache import load_array
+from sparring.data.pairs import within
 
 FeatureKind = Literal["categorical", "tags", "numeric", "vector"]
 
@@ -172,7 +173,7 @@ def _tags(column: pl.Series, min_count: int) -> TagColumn:
     pairs = np.concatenate([np.stack([row, codes[codes > 0]], 1), np.stack([without, 0 * without], 1)])
     pairs = np.unique(pairs, axis=0)
     count = np.bincount(pairs[:, 0], minlength=len(column))
-    place = np.arange(len(pairs)) - np.repeat(np.cumsum(count) - count, count)
+    place = within(count)
     padded = np.full((len(column), int(count.max(initial=1))), -1, np.int32)
     padded[pairs[:, 0], place] = pairs[:, 1]
     return TagColumn(padded, int(codes.max(initial=0)) + 1)

@@ -19,7 +19,7 @@ from sparring.core.errors import UserError
 from sparring.core.types import Ranks
 from sparring.data.batches import Columns, RandomBatches
 from sparring.data.interactions import Interactions, Split
-from sparring.data.pairs import undated
+from sparring.data.pairs import undated, within
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,12 @@ class SequenceBatches(RandomBatches):
             stop = np.minimum(high - begin, count[chosen])  # inputs that are read
             window, column, n = best_fit(stop, self.length)
             owner = np.repeat(np.arange(len(stop)), stop)
-            within = np.arange(len(owner)) - np.repeat(np.cumsum(stop) - stop, stop)
-            slot = (window * self.length + column)[owner] + within
-            places = first[chosen][owner] + within  # of the targets
+            place = within(stop)
+            slot = (window * self.length + column)[owner] + place
+            places = first[chosen][owner] + place  # of the targets
             windows = np.full(n * self.length, -1)
             windows[slot] = places - 1
-            kept = within >= skip[owner]
+            kept = place >= skip[owner]
             yield np.stack([places[kept], slot[kept]]), windows.reshape(n, self.length)
 
 
@@ -206,11 +206,11 @@ class SetBatches(RandomBatches):
         order = torch.randperm(len(self.count), generator=generator).numpy()
         taken = np.diff(self.start)[order]
         rank = np.repeat(np.arange(len(order)), taken)  # of the query of each place
-        within = np.arange(len(rank)) - np.repeat(np.cumsum(taken) - taken, taken)
-        places = self.start[order][rank] + within
+        place = within(taken)
+        places = self.start[order][rank] + place
         if len(places) > self.n_rows:
             mixed = np.lexsort((torch.rand(len(places), generator=generator, dtype=torch.float64).numpy(), rank))
-            kept = mixed[within < self.most]
+            kept = mixed[place < self.most]
             places, rank = places[kept], rank[kept]
         for low in range(start_step * self.batch_size, self.n_rows, self.batch_size):
             step = slice(low, low + self.batch_size)

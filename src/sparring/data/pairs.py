@@ -23,6 +23,11 @@ def chunks(n: int, size: int | None = None) -> Iterator[slice]:
     return (slice(first, min(first + size, n)) for first in range(0, n, size))
 
 
+def within(counts: np.ndarray) -> np.ndarray:
+    """The place of each row in its group, for groups of these sizes: within([2, 3]) is [0, 1, 0, 1, 2]."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def occurrences(ids: np.ndarray, n: int) -> np.ndarray:
     """(n,) int64: how often each of the ids 0..n-1 occurs."""
     if len(ids) <= CHUNK:
@@ -124,6 +129,11 @@ def sort_pairs(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def repeated(queries: np.ndarray, items: np.ndarray) -> int:
     """The number of rows, sorted by (query, item), that repeat the pair of the row before."""
     return int(((queries[1:] == queries[:-1]) & (items[1:] == items[:-1])).sum())
+
+
+def repeats_note(n: int) -> str:
+    """The note on n kept repeats."""
+    return f"kept {n:,} repeats of a pair: an item that a query has taken can be recommended again"
 
 
 _REDUCE = {"t": np.maximum.reduceat, "w": np.add.reduceat, "s": np.bitwise_or.reduceat}

@@ -65,12 +65,17 @@ def read(
     queries = either("queries", queries, users)
     rows = place_of(source) if isinstance(source, (str, os.PathLike)) else as_frame(source)
     if isinstance(rows, Path) and (layout := _layout(rows)) is not None:
-        arguments = {**columns, "items": items, "queries": queries, "catalogue": catalogue or None}
-        keeps_repeats(columns)
-        given = next((name for name, value in arguments.items() if value not in (None, "merge")), None)
+        arguments = {**columns, "items": items, "queries": queries, "catalogue": catalogue or None, "repeats": None}
+        given = next((name for name, value in arguments.items() if value is not None), None)
         if given is not None:
             raise UserError(f"{given} is for tables: the files of {rows} have a fixed layout")
-        return layout(rows)
+        data = layout(rows)
+        if columns.get("repeats") and keeps_repeats(columns) != data.repeats:
+            fixed = "has its repeats" if data.repeats else "has each pair once"
+            raise UserError(
+                f"{rows} {fixed}, so repeats={columns['repeats']!r} is not possible: read the original file"
+            )
+        return data
     return to_interactions(replace(open_table(rows, columns, _table(items), _table(queries)), catalogue=catalogue))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from sparring.core.choices import SPLITS
 from sparring.core.errors import UserError
 from sparring.data.interactions import TEST, TRAIN, VALID, Interactions, Split
-from sparring.data.pairs import CHUNK, chunks, is_canonical, pair_keys, undated
+from sparring.data.pairs import CHUNK, chunks, is_canonical, pair_keys, undated, within
 from sparring.data.prepared.format import Prepared
 
 _GOLDEN = 0.6180339887498949
@@ -228,9 +228,8 @@ def _shuffled(rows: SplitRows, random: np.random.Generator) -> tuple[np.ndarray,
 def _places(rows: SplitRows, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Each row's position within its query, and the query's count, for an order that sorts rows by query."""
     count = np.bincount(rows.queries, minlength=rows.n_queries)
-    start = np.cumsum(count) - count
     place = np.empty(len(order), dtype=np.int32)
-    place[order] = (np.arange(len(order)) - start[rows.queries[order]]).astype(np.int32)
+    place[order] = within(count)
     return place, count.astype(np.int32)[rows.queries]
 
 

@@ -29,7 +29,7 @@ from sparring.data.columns import (
 )
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.data.lines import check_utf8
-from sparring.data.pairs import NO_TIME, PartSizes, positive_and_shown, repeated
+from sparring.data.pairs import NO_TIME, PartSizes, positive_and_shown, repeated, repeats_note
 from sparring.data.weights import weight_note
 
 
@@ -285,8 +285,7 @@ def _assemble(
     repeats = keeps_repeats(table.columns)
     positive, shown = positive_and_shown(columns, len(item_ids), sizes, repeats)
     if repeats:
-        n = repeated(positive["q"], positive["i"])
-        notes.append(f"kept {n:,} repeats of a pair: an item that a query has taken can be recommended again")
+        notes.append(repeats_note(repeated(positive["q"], positive["i"])))
     elif len(positive["q"]) < before:
         notes.append(f"merged {before - len(positive['q']):,} duplicates")
     notes += sizes.notes(source)

@@ -2,11 +2,13 @@
 
     prepared.json           format, sizes, columns, split
     manifest.json           length and hash of every file (core/manifest.py); written last
-    queries.npy, items.npy  int32: one row per pair, sorted by (part, query, item); the parts are train, valid, test
+    queries.npy, items.npy  int32: one row per pair, sorted by (part, query, item); the parts are train, valid, test;
+                            with repeats (prepared.json), one row per interaction
     split.npy               uint8: the part of each row
     time.npy, weight.npy    int64 or float64, float32; where the data has them
     start.npy, counts.npy   int64: offsets of each query's training rows; training pairs of each item
     seen_start.npy, seen_items.npy      pairs of train and valid, by query: masked when the test part is ranked
+    known_start.npy, known_items.npy    with repeats, the distinct pairs of train, by query
     shown_queries.npy, shown_items.npy  pairs shown and not clicked, in the training part, where the data has labels
     *_ids.parquet, *_table.parquet      id maps, and tables of items and queries
 
@@ -36,8 +38,8 @@ FORMAT = 2
 NAME = "prepared.json"
 ADVICE = "prepare the data again"
 _DTYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("queries", "items", "seen_items", "shown_queries", "shown_items"), (np.int32,)),
-    **dict.fromkeys(("start", "counts", "seen_start"), (np.int64,)),
+    **dict.fromkeys(("queries", "items", "seen_items", "known_items", "shown_queries", "shown_items"), (np.int32,)),
+    **dict.fromkeys(("start", "counts", "seen_start", "known_start"), (np.int64,)),
     "time": (np.int64, np.float64),
     "weight": (np.float32,),
     "split": (np.uint8,),
@@ -50,13 +52,16 @@ class Mapped(Interactions):
     """Interactions with memory-mapped columns, offsets and counts: nothing is copied or sorted."""
 
     start: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))  # (queries + 1,)
+    known: np.ndarray | None = None  # the distinct items of each query, if the rows repeat some
     item_counts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # (N,)
 
     def counts(self) -> np.ndarray:
         return np.array(self.item_counts)
 
     def positives(self) -> Positives:
-        return Positives(torch.from_numpy(self.start), torch.from_numpy(self.items))
+        return Positives(
+            torch.from_numpy(self.start), torch.from_numpy(self.items if self.known is None else self.known)
+        )
 
     def subset(self, rows: np.ndarray) -> Interactions:
         """The given rows, in memory."""
@@ -103,6 +108,9 @@ def read_prepared(folder: str | os.PathLike[str]) -> Prepared:
     ids = Ids.load(folder, listed)
     arrays = {name: _mapped(listed, name) for name in _DTYPES if f"{name}.npy" in listed.files}
     sizes = {"start": len(ids.query_ids) + 1, "counts": len(ids.item_ids)}
+    repeats = meta.get("repeats") == "keep"
+    if repeats:
+        sizes |= {"known_start": sizes["start"], "known_items": int(arrays.get("known_start", [0])[-1])}
     for name in ("queries", "items", "split", *sizes):
         if name not in arrays or arrays[name].shape != (sizes.get(name, sum(meta["rows"].values())),):
             raise UserError(f"{folder / NAME} is corrupt: {name}.npy is missing or has another length; {ADVICE}")
@@ -113,7 +121,7 @@ def read_prepared(folder: str | os.PathLike[str]) -> Prepared:
         "query_table": ids.query_table,
         "item_table": ids.item_table,
     }
-    shared |= {"notes": tuple(meta["notes"])}
+    shared |= {"notes": tuple(meta["notes"]), "repeats": repeats}
     shown = (arrays["shown_queries"], arrays["shown_items"]) if "shown_queries" in arrays else None
     ends = np.cumsum([meta["rows"][name] for name in ("train", "valid", "test")]).tolist()
 
@@ -122,7 +130,10 @@ def read_prepared(folder: str | os.PathLike[str]) -> Prepared:
             name: arrays[name][first:last] for name in ("queries", "items", "time", "weight", "split") if name in arrays
         }
 
-    train = Mapped(**columns(0, ends[0]), **shared, shown=shown, start=arrays["start"], item_counts=arrays["counts"])
+    lists: dict[str, Any] = {"start": arrays["start"], "item_counts": arrays["counts"]}
+    if repeats:
+        lists |= {"start": arrays["known_start"], "known": arrays["known_items"]}
+    train = Mapped(**columns(0, ends[0]), **shared, shown=shown, **lists)
     held = [Interactions(**columns(first, last), **shared) if last > first else None for first, last in pairwise(ends)]
     seen = None
     if "seen_items" in arrays:

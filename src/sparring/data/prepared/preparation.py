@@ -1,8 +1,8 @@
 """`sparring prepare`: interactions of any size into a folder of memory-mapped columns, in bounded memory.
 
 An engine numbers the ids and leaves the rows in buckets of complete queries. The rest is the same for every engine:
-each bucket is sorted by (query, item), its duplicates are merged, its rows are assigned to parts by the rules of
-`split`, and the columns are written (format.py). The parts are those of `split` in memory, row for row.
+each bucket is sorted by (query, item), its duplicates are merged or kept, its rows are assigned to parts by the rules
+of `split`, and the columns are written (format.py). The parts are those of `split` in memory, row for row.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def prepare(
     path, out, report = place_of(path), Path(out), progress or (lambda stage, done, total: None)
     if engine not in ("polars", "spark"):
         raise UserError(f"no engine called {engine!r}; choose from polars, spark")
-    if keeps_repeats(columns):
-        raise UserError("prepared data has each pair once: to keep repeats, train on the file itself")
+    repeats = keeps_repeats(columns)
     _check_out(out, overwrite)
     if isinstance(path, Path) and path.is_dir() and (is_prepared(path) or is_xc(path) or is_beir(path)):
         raise UserError(f"{path} needs no preparation: train on it directly")
@@ -79,7 +78,7 @@ def prepare(
         else:
             from sparring.data.prepared.polars_engine import fill_buckets
         with unchanged(table.opened):
-            buckets = fill_buckets(table, folder / "buckets", report, lambda n: _check_space(folder, n, roles))
+            buckets = fill_buckets(table, folder / "buckets", report, lambda n: _check_space(folder, n, roles, repeats))
         merged = merge(buckets, folder / "merged", table, report)
         shutil.rmtree(folder / "buckets")
         data = merged.data
@@ -99,6 +98,7 @@ def prepare(
         Ids(ids["query"], ids["item"], described["query"], described["item"]).save(folder)
         meta = {"rows": sizes, "queries": len(ids["query"]), "items": len(ids["item"]), "source": str(path)}
         meta |= {"columns": buckets.roles, "min_rating": columns.get("min_rating"), "notes": buckets.notes}
+        meta |= {"repeats": "keep"} if repeats else {}
         write_description(folder, {**meta, "split": {"how": how, "valid": valid, "test": test, "seed": seed}})
         if out.exists():
             shutil.rmtree(out)
@@ -116,10 +116,10 @@ def _check_out(out: Path, overwrite: bool) -> None:
             raise UserError(f"{out} does not hold prepared data: it will not be overwritten")
 
 
-def _check_space(folder: Path, n_rows: int, roles: Mapping[str, str]) -> None:
-    """Refuse a disk too small for two copies of all columns and the items that test queries have seen."""
+def _check_space(folder: Path, n_rows: int, roles: Mapping[str, str], repeats: bool) -> None:
+    """Refuse a disk too small for two copies of all columns and the items that queries have seen."""
     row_bytes = 9 + 8 * ("time" in roles) + 8 * ("weight" in roles) + ("label" in roles)
-    need, free = n_rows * (2 * row_bytes + 5), shutil.disk_usage(folder).free
+    need, free = n_rows * (2 * row_bytes + 5 + 4 * repeats), shutil.disk_usage(folder).free
     if free < need:
         have, want = f"{free / 1e9:.1f} GB free", f"{need / 1e9:.1f} GB"
         raise UserError(

@@ -17,8 +17,9 @@ import numpy as np
 import polars as pl
 
 from sparring.core.errors import UserError
+from sparring.data.columns import keeps_repeats
 from sparring.data.interactions import TRAIN, VALID, Interactions, Vocabulary
-from sparring.data.pairs import PartSizes, chunks, occurrences, offsets, positive_and_shown
+from sparring.data.pairs import PartSizes, chunks, occurrences, offsets, positive_and_shown, repeated, repeats_note
 from sparring.data.prepared.format import ColumnWriter
 from sparring.data.splits import SplitRows, check_parts, split_rule
 from sparring.data.table import OpenTable, check_ids, to_arrays, vocabulary_of
@@ -84,10 +85,11 @@ def number_ids(queries: pl.DataFrame, items: pl.Series, table: OpenTable, roles:
 
 
 class MergedPairs:
-    """Every pair once, sorted by (query, item), in raw files, with the offset of each bucket."""
+    """Every pair once, or every row if repeats are kept, sorted by (query, item), in raw files, with the offset of
+    each bucket."""
 
-    def __init__(self, folder: Path, source: Buckets) -> None:
-        self.folder, self.source = folder, source
+    def __init__(self, folder: Path, source: Buckets, repeats: bool) -> None:
+        self.folder, self.source, self.repeats = folder, source, repeats
         self.files: dict[str, BinaryIO] = {}
         self.dtypes: dict[str, np.dtype[Any]] = {}
         self.begin: dict[str, list[int]] = {"": [0], "shown_": [0]}
@@ -119,7 +121,8 @@ class MergedPairs:
         shown = None if shown_q is None or shown_i is None else (shown_q, shown_i)
         named = {"time": self.column("t"), "weight": self.column("w"), "split": self.column("s"), "shown": shown}
         named |= {"shown_time": self.column("shown_t"), "shown_split": self.column("shown_s")}
-        return Interactions(q, i, self.source.query_ids, self.source.item_ids, **named)  # type: ignore[arg-type]
+        ids = self.source.query_ids, self.source.item_ids
+        return Interactions(q, i, *ids, repeats=self.repeats, **named)  # type: ignore[arg-type]
 
     def buckets(self, data: Interactions) -> Iterator[tuple[int, SplitRows]]:
         """For each bucket, the number of shown pairs and the rows as a split rule reads them."""
@@ -141,21 +144,26 @@ class MergedPairs:
 
 
 def merge(buckets: Buckets, folder: Path, table: OpenTable, progress: StageProgress) -> MergedPairs:
-    """Sort each bucket, merge its duplicates, and delete it."""
+    """Sort each bucket, merge its duplicates unless repeats are kept, and delete it."""
     folder.mkdir()
-    merged, n_buckets, n_positive, sizes = MergedPairs(folder, buckets), len(buckets.first) - 1, 0, PartSizes()
+    repeats = keeps_repeats(table.columns)
+    merged, sizes = MergedPairs(folder, buckets, repeats), PartSizes()
+    n_buckets, n_positive, n_repeats = len(buckets.first) - 1, 0, 0
     for k in range(n_buckets):
         progress("sorting", k, n_buckets)
         columns = buckets.rows(k)
         n_positive += int(columns["l"].sum()) if "l" in columns else len(columns["q"])
-        positive, shown = positive_and_shown(columns, len(buckets.item_ids), sizes)
+        positive, shown = positive_and_shown(columns, len(buckets.item_ids), sizes, repeats)
+        n_repeats += repeated(positive["q"], positive["i"])
         merged.add(positive)
         merged.add(shown, "shown_")
         shutil.rmtree(buckets.folder / f"b={k}")
     merged.close()
     if not n_positive:
         raise UserError(f"no row of {table.source} is labelled 1: there are no positives")
-    if merged.begin[""][-1] < n_positive:
+    if repeats:
+        buckets.notes.append(repeats_note(n_repeats))
+    elif merged.begin[""][-1] < n_positive:
         buckets.notes.append(f"merged {n_positive - merged.begin[''][-1]:,} duplicates")
     buckets.notes.extend(sizes.notes(table.source))
     weight = merged.column("w")
@@ -184,14 +192,9 @@ def write_parts(
         if column is not None:
             _write_column(folder / f"{name}.npy", column, part, sizes, merged.begin[""])
     if sizes[VALID]:
-        seen = ColumnWriter(folder / "seen_items.npy", data.items.dtype, sizes[TRAIN] + sizes[VALID])
-        counts = np.zeros(data.n_queries, dtype=np.int64)
-        for rows in chunks(len(data)):
-            chosen = part[rows] <= VALID
-            seen.append(data.items[rows][chosen])
-            np.add.at(counts, data.queries[rows][chosen], 1)
-        seen.close()
-        np.save(folder / "seen_start.npy", offsets(counts))
+        _write_pairs(folder, "seen", data, part, VALID)
+    if data.repeats:
+        _write_pairs(folder, "known", data, part, TRAIN)
     if data.shown is not None and keep is not None and keep.any():
         for name, values in zip(("queries", "items"), data.shown, strict=True):
             shown = ColumnWriter(folder / f"shown_{name}.npy", values.dtype, int(keep.sum()))
@@ -219,6 +222,30 @@ def _assign_parts(
             keeps.write(np.ones(shown, dtype=bool).data if keep is None else np.ascontiguousarray(keep).data)
     kept = np.memmap(paths[1], bool, "r") if paths[1].stat().st_size else None
     return np.memmap(paths[0], np.uint8, "r"), kept, sizes.tolist()
+
+
+def _write_pairs(folder: Path, name: str, data: Interactions, part: np.ndarray, last: int) -> None:
+    """Write each query's distinct items in the parts up to `last`, and their offsets."""
+
+    def pairs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        before = -1, -1
+        for rows in chunks(len(data)):
+            chosen = part[rows] <= last
+            queries, items = data.queries[rows][chosen], data.items[rows][chosen]
+            if not len(queries):
+                continue
+            new = (queries != np.r_[before[0], queries[:-1]]) | (items != np.r_[before[1], items[:-1]])
+            before = int(queries[-1]), int(items[-1])
+            yield queries[new], items[new]
+
+    counts = np.zeros(data.n_queries, dtype=np.int64)
+    for queries, _ in pairs():
+        np.add.at(counts, queries, 1)
+    column = ColumnWriter(folder / f"{name}_items.npy", data.items.dtype, int(counts.sum()))
+    for _, items in pairs():
+        column.append(items)
+    column.close()
+    np.save(folder / f"{name}_start.npy", offsets(counts))
 
 
 def _write_column(path: Path, values: np.ndarray, part: np.ndarray, sizes: list[int], begin: list[int]) -> None:
