@@ -26,6 +26,7 @@ import torch
 from _shared import DATA, Clock, table
 from ials import Tables
 from sparring import Split, build, evaluate, fit, read, split
+from sparring.data.histories import past_of
 
 BUDGETS = (5.0, 20.0, 60.0, 200.0)
 OURS: dict[str, dict[str, Any]] = {
@@ -104,6 +105,8 @@ def _trained(recipe: str, parts: Split, settings: dict[str, Any]) -> Point:
     fitted = fit(run, Split(parts.train, parts.valid), device="cpu")
     spent = clock.read()[0]
     model = fitted.run.model
+    if model.past_readers():  # `fit` gave them the validation items
+        model.remember(past_of(parts, "valid").latest(run.setup.model.history))
     return spent, *_figures(model, parts)
 
 

@@ -10,10 +10,10 @@ import torch
 
 from sparring import build, fit, split
 from sparring.core.errors import UserError
-from sparring.core.types import ALONE
 from sparring.data import Split
 from sparring.data.synthetic_world import make_world
-from sparring.training.fitting import _with_epochs
+from sparring.training.fitting import _as_recorded, _with_epochs
+from sparring.training.folder import read_meta
 from sparring.training.loop import TrainingProgress
 
 SMALL = {"dim": 4, "batch_size": 64, "eval_every": 1, "tau": 0.2, "closed_form": 0}
@@ -34,7 +34,7 @@ def test_a_device_has_its_epochs_and_epochs_that_are_set_are_kept(
 ) -> None:
     run = build("default", parts.train, {**SMALL, **given})
     for kind, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
-        assert _with_epochs(run, None, False, torch.device(kind), ALONE).setup.training.epochs == expected
+        assert _with_epochs(run, torch.device(kind)).setup.training.epochs == expected
 
 
 def test_a_run_records_its_epochs_and_resumes_with_them_on_any_device(parts: Split, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_run_records_its_epochs_and_resumes_with_them_on_any_device(parts: Spl
         )
     assert json.loads((out / "run.json").read_text())["setup"]["training"]["epochs"] == 3
     run = build("default", parts.train, SHORT)
-    assert _with_epochs(run, out, True, torch.device("cuda"), ALONE).setup.training.epochs == 3
+    assert _as_recorded(run, read_meta(out)).setup.training.epochs == 3
     again = fit(run, parts, out, resume=True, k=(5,), device="cpu")
     assert [each["loss"] for each in again.history] == [each["loss"] for each in whole.selection.history]
 

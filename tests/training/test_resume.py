@@ -46,6 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "default history": {"n": 16, "query_tower": "history", "item_features": "category", "hidden": "8"},
     "shown": {"n": 2, "lr_decay": 0.5, "lr_decay_every": 1},
     "bpr": {"patience": 1, "eval_every": 2},
+    "dns": {"n": 4, "warmup": 5, "schedule": "cosine"},
     "fairneg": {"n": 64, "every": 2, "groups": 4},
     "midx": {"n": 8, "words": 4, "every": 2},
     "ance": {"batch_size": 10, "k": 5, "skip": 1, "every": 1, "draw": "propensity"},

@@ -29,6 +29,7 @@ REFUSED = (
     "setup",
     "warm",
     "epochs",
+    "ranking",
     "nproc",
     "restarts",
     "shard_tables",
@@ -134,29 +135,42 @@ def _read(args: Namespace, seed: int) -> tuple[Interactions, Split, dict[str, An
 
 @contextmanager
 def _listening(quiet: bool, budget: Budget, spent: float) -> Iterator[Listener]:
-    """A bar over the budget on a terminal, with the time left; the library logs a line when a trial ends."""
+    """A bar over the budget on a terminal; the library logs a line when a trial ends.
+
+    A budget in time shows the time left, at every moment: a closed form takes minutes and reports nothing meanwhile.
+    Trials differ too much for that, from a count to a complete training, so a number of them shows the time spent.
+    """
+    from rich.progress import ProgressColumn, Task, TimeElapsedColumn
+    from rich.text import Text
+
     from sparring.core.workers import Listener
+    from sparring.experiments.search import clock
 
     if quiet:
         yield Listener()
         return
-    began = time.monotonic()
-    with bar("trials" if budget.seconds is None else "s") as drawn:
-        task = drawn.add_task("", total=budget.seconds or budget.trials, note="", visible=False)
+    began, allowed = time.monotonic() - spent, budget.seconds
 
-        def update(trials: int = 0, **more: Any) -> None:
-            drawn.update(task, advance=trials if budget.seconds is None else None, **more)
-            if budget.seconds is not None:
-                drawn.update(task, completed=min(spent + time.monotonic() - began, budget.seconds))
+    class TimeLeft(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            assert task.total is not None
+            task.completed = min(time.monotonic() - began, task.total)
+            return Text(f"{clock(task.total - task.completed)} left")
+
+    with bar("trials", TimeElapsedColumn()) if allowed is None else bar("s", TimeLeft()) as drawn:
+        done, total = (0, budget.trials) if allowed is None else (spent, allowed)
+        task = drawn.add_task("", completed=int(done), total=total, note="", visible=False)
 
         def begin(phase: str, done: int, total: int) -> None:
-            update(description=phase, visible=True, **({} if budget.seconds else {"completed": done}))
+            drawn.update(task, description=phase, visible=True)
+            if allowed is None:
+                drawn.update(task, completed=done)
 
         def said(name: str, message: Any) -> None:
-            update(note=f"{name}, epoch {message['epoch']}")
+            drawn.update(task, note=f"{name}, epoch {message['epoch']}")
 
         def ended(name: str, error: str | None) -> None:
-            update(1, note="")
+            drawn.update(task, advance=1 if allowed is None else None, note="")
 
         yield Listener(begin=begin, said=said, ended=ended)
 

@@ -21,6 +21,7 @@ WEIGHTS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0)  # 1: scores of the closed form s
 UNCHOSEN = 3.0, 0.25  # without a validation part
 QUERIES = 4096  # validation queries that decide whether it stays
 FEW = 1024  # and those that choose lam and weight
+ERRORS = 1.0  # it stays if it is ahead by so many standard errors of the difference
 _SPREAD = 256  # queries that the spreads are measured on
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def add_closed_form(
 def _choose(model: Retriever, found: Decomposition, pairs: Positives, rank: Rank, select: str) -> ClosedFormChoice:
     """The best lam near 3 at weight 1/2, then the best weight near 1/2 for it, both on few queries.
 
-    On more of them, the closed form must be ahead of the towers alone by a standard error of the difference over
+    On more of them, the closed form must be ahead of the towers alone by ERRORS standard errors of the difference over
     queries: a gain by chance is not worth the dimensions.
     """
 
@@ -85,7 +86,7 @@ def _choose(model: Retriever, found: Decomposition, pairs: Positives, rank: Rank
     towers, both = rank(model, QUERIES), ranked(lam, weight, QUERIES)
     gain = both.per_query[select] - towers.per_query[select]
     before, after = towers.metrics[select], both.metrics[select]
-    if gain.mean() <= gain.std() / len(gain) ** 0.5:
+    if gain.mean() <= ERRORS * gain.std() / len(gain) ** 0.5:
         log.info("closed form: left out, with it %s is %.4f, without it %.4f", select, after, before)
         return ClosedFormChoice(lam, 0.0, before, before)
     log.info(

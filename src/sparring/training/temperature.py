@@ -17,7 +17,7 @@ from sparring.training.peak import peak
 
 LADDER = (0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
 START = 0.1
-RISE = 1.04  # the gain after one epoch that is worth a higher temperature: high ones learn faster and end lower
+RISES = {1: 1.06, 2: 1.03}  # the gain after so many epochs that is worth a higher temperature: it shrinks later on
 SHORTEST = 10  # epochs of a training that is worth trials
 LONG = 24  # and of one that is worth trials of two epochs
 log = logging.getLogger(__name__)
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 def choose_tau(run: Run, split: Split, device: torch.device, ranks: Ranks = ALONE) -> tuple[float, dict[float, float]]:
     """The temperature for a run that sets none, and the validation metric of each that was tried.
 
-    The first epochs are trained at 0.1 and 0.14, then at the next temperature on the better side while the metric
-    rises: which of two is better shows after two epochs, and after one if a higher one has to be ahead by RISE. A long
-    training is worth two. Without a validation part, in a training too short for trials, and with tables too large to
+    The first epoch, of a long training the first two, is trained at 0.1 and 0.14, then at the next temperature on the
+    better side while the metric rises. High temperatures learn faster and end lower, so a higher one has to be ahead
+    by a factor of RISES. Without a validation part, in a training too short for trials, and with tables too large to
     copy it is TAU.
     """
     epochs = run.setup.training.epochs
@@ -42,7 +42,7 @@ def choose_tau(run: Run, split: Split, device: torch.device, ranks: Ranks = ALON
         log.info("temperature %s: %s %.4f", tau, run.setup.validation.select, tried[tau])
         return tried[tau]
 
-    return peak(LADDER, START, score, RISE if first == 1 else 1.0), tried
+    return peak(LADDER, START, score, RISES[first]), tried
 
 
 def with_tau(run: Run, tau: float) -> Run:
