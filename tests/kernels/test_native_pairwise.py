@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
 from sparring.training.loop import Trainer, TrainingProgress
+from sparring.training.pairwise_step import _threads
 from sparring.training.row_optimizers import RowAdagrad, RowAdam, RowOptimizer
 
 N_QUERIES, N_ITEMS = 6, 20
@@ -172,6 +174,22 @@ def test_threads_change_no_bit(kind: str, kept: int | None) -> None:
         torch.set_num_threads(before)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("quicker", [1, 2])
+def test_threads_are_those_with_the_quicker_steps(quicker: int) -> None:
+    """One thread and all take turns for sixteen steps each; then the quicker ones stay, whatever two slow steps say."""
+    before, taken = torch.get_num_threads(), defaultdict[int, list[float]](list)
+    torch.set_num_threads(2)
+    try:
+        tried = []
+        for _ in range(32):
+            tried.append(_threads(taken))
+            taken[tried[-1]].append(9.0 if len(taken[tried[-1]]) < 2 else 1.0 if tried[-1] == quicker else 2.0)
+        assert tried == [1, 2] * 16
+        assert _threads(taken) == quicker
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_known_items_are_excluded_and_no_others() -> None:

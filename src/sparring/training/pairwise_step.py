@@ -6,6 +6,9 @@ and updates are the same up to rounding.
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +26,7 @@ from sparring.negatives.selection import Hardest
 from sparring.recipes.run import Run
 from sparring.training.row_optimizers import RowOptimizer
 
+TRIED = 16  # steps that are timed with one thread, and as many with all
 PairwiseStep = Callable[[Tensor, torch.Generator, Tensor | None], Tensor]
 
 
@@ -61,6 +65,7 @@ def pairwise_step(
     slots = native.slots(query.weight), native.slots(item.weight)
     columns = pairs[0].int().contiguous(), pairs[1].int().contiguous()  # no copy: pairs have this type
     known: tuple[Tensor, Tensor, Tensor] | None = None
+    taken: defaultdict[int, list[float]] = defaultdict(list)  # seconds of steps, by threads
 
     @torch.no_grad()
     def step(batch: Tensor, generator: torch.Generator, weights: Tensor | None) -> Tensor:
@@ -68,7 +73,7 @@ def pairwise_step(
         if exclude == "known" and known is None:  # the lists of a run are read when its first step needs them
             known = native.marked(positives.start, positives.items)
         drawn = source.distribution.sample((len(batch), source.n), generator)
-        each = term.weight / len(batch)
+        each, began, threads = term.weight / len(batch), time.perf_counter(), _threads(taken)
         losses = native.pairwise(
             (of_queries[0].native_rule(query.weight, of_queries[1]), of_items[0].native_rule(item.weight, of_items[1])),
             slots,
@@ -81,10 +86,24 @@ def pairwise_step(
             kept,
             exclude,
             known,
+            threads,
         )
+        if len(taken[threads]) < TRIED:
+            taken[threads].append(time.perf_counter() - began)
         return losses * term.weight
 
     return step
+
+
+def _threads(taken: defaultdict[int, list[float]]) -> int:
+    """The threads of the next step: one and all in turn, then those with the quicker steps.
+
+    Threads read rows that others have just written. Where that takes longer than it saves, between processors with
+    caches of their own, one is quicker.
+    """
+    choices = sorted({1, torch.get_num_threads()})
+    fewest = min(choices, key=lambda n: len(taken[n]))
+    return fewest if len(taken[fewest]) < TRIED else min(choices, key=lambda n: statistics.median(taken[n]))
 
 
 def _owner(table: Tensor, rules: Sequence[torch.optim.Optimizer]) -> tuple[RowOptimizer, dict[str, Any]] | None:

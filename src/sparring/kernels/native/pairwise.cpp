@@ -44,7 +44,7 @@ struct Step {
     const float *scale;     // (b,)
     float *losses;          // (b,)
     int64_t n_pairs, b, n, kept, d;
-    int32_t loss, exclude;
+    int32_t loss, exclude, threads;
     float sharp, parameter, others;  // 1 / tau; the margin, or the calibration; N - 1
 };
 
@@ -204,7 +204,7 @@ void take(const Step &step, const Ids &ids) {
     const int64_t block = std::max<int64_t>(1, std::min<int64_t>(32, 512 / each));
     const int64_t ahead = std::max<int64_t>(1, 16 / (1 + n));
 
-#pragma omp parallel if (b * (1 + n) * d >= 1 << 18)
+#pragma omp parallel num_threads(step.threads) if (b * (1 + n) * d >= 1 << 18)
     {
 #ifdef _OPENMP
         const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();

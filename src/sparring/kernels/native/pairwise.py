@@ -35,7 +35,7 @@ class _Step(ctypes.Structure):  # `Step` in pairwise.cpp
         *((name, ctypes.c_void_p) for name in ("query_slot", "item_slot", "query_of", "item_of", "pairs", "negative")),
         *((name, ctypes.c_void_p) for name in ("start", "known", "marks", "scale", "losses")),
         *((name, ctypes.c_int64) for name in ("n_pairs", "b", "n", "kept", "d")),
-        *((name, ctypes.c_int32) for name in ("loss", "exclude")),
+        *((name, ctypes.c_int32) for name in ("loss", "exclude", "threads")),
         *((name, ctypes.c_float) for name in ("sharp", "parameter", "others")),
     ]
 
@@ -72,12 +72,13 @@ def pairwise(
     kept: int | None = None,
     exclude: Excluded = "none",
     known: tuple[Tensor, Tensor, Tensor] | None = None,
+    threads: int | None = None,
 ) -> Tensor:
     """Losses (B,); the rows of queries and items are updated by the gradients of sum_i scale_i loss_i.
 
     `columns` are the queries and items (int32) of all pairs, `pairs` (B,) those of the batch. Each query meets its
     negatives (B, n), or the `kept` hardest of them that are not excluded. The formulas are in pairwise.cpp. `known`
-    comes from `marked`.
+    comes from `marked`. `threads` (PyTorch's unless given) change no bit.
     """
     kernel = function(*_NAME)
     assert kernel is not None
@@ -93,7 +94,7 @@ def pairwise(
         *((0, 0, 0) if known is None else (each.data_ptr() for each in known)),
         *(scale.data_ptr(), losses.data_ptr()),
         *(len(columns[0]), b, n, n if kept is None else min(kept, n), queries.columns),
-        *(_KINDS.index(penalty.kind), _EXCLUDED.index(exclude)),
+        *(_KINDS.index(penalty.kind), _EXCLUDED.index(exclude), threads or torch.get_num_threads()),
         *(1 / tau, penalty.parameter, penalty.n_items - 1),
     )
     if kernel(ctypes.byref(step)):
