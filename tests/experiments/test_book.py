@@ -358,6 +358,8 @@ def test_claims_ranks_and_the_null_rate(made: Path) -> None:
         table = np.array([[stored(made, s, name).mean() for name in names] for s in sets])
         by_hand = np.stack([scipy.stats.rankdata(-row) for row in table]).mean(0)
         (ranks,) = book["ranks"]
+        wins = [int((table.argmax(1) == place).sum()) for place in range(4)]
+        assert {row["method"]: row["wins"] for row in ranks["rows"]} == dict(zip(names, wins, strict=True))
         assert {row["method"]: row["rank"] for row in ranks["rows"]} == dict(zip(names, by_hand, strict=True))
         q = scipy.stats.studentized_range.ppf(0.95, 4, np.inf) / np.sqrt(2)
         assert ranks["distance"] == pytest.approx(q * np.sqrt(4 * 5 / (6 * 2)))
