@@ -20,7 +20,7 @@ from sparring.cli import main
 from sparring.cli.main import parser
 from sparring.core.errors import UserError
 from sparring.experiments import study
-from sparring.experiments.book import pages, results, running
+from sparring.experiments.book import excerpts, pages, results, running
 from sparring.experiments.book.plan import SOLVED, chosen, read_plan
 from sparring.experiments.book.running import SHIFT, Book, stale
 from sparring.recipes import finding, settings
@@ -275,15 +275,6 @@ def test_changed_defaults_are_found(made: Path, plan_file: Path) -> None:
     assert stale(before, {}) != []
 
 
-def test_the_book_of_the_repository_has_the_defaults_of_today() -> None:
-    """The book in docs/book was made with the defaults that recipes have now."""
-    path = ROOT / "docs" / "book" / "book.json"
-    if not path.is_file():
-        pytest.skip("the repository has no book yet: make one with `sparring book --out docs/book`")
-    made = json.loads(path.read_text())
-    assert stale(made["defaults"], Book(Path("book"), read_plan()).defaults) == []
-
-
 # The figures
 
 
@@ -358,6 +349,8 @@ def test_claims_ranks_and_the_null_rate(made: Path) -> None:
         table = np.array([[stored(made, s, name).mean() for name in names] for s in sets])
         by_hand = np.stack([scipy.stats.rankdata(-row) for row in table]).mean(0)
         (ranks,) = book["ranks"]
+        wins = [int((table.argmax(1) == place).sum()) for place in range(4)]
+        assert {row["method"]: row["wins"] for row in ranks["rows"]} == dict(zip(names, wins, strict=True))
         assert {row["method"]: row["rank"] for row in ranks["rows"]} == dict(zip(names, by_hand, strict=True))
         q = scipy.stats.studentized_range.ppf(0.95, 4, np.inf) / np.sqrt(2)
         assert ranks["distance"] == pytest.approx(q * np.sqrt(4 * 5 / (6 * 2)))
@@ -455,6 +448,27 @@ def test_pages_can_be_made_from_the_json_alone(made: Path, tmp_path: Path) -> No
     assert pages.write(tmp_path, book) == tmp_path / "index.html"
     for path in made.glob("*.html"):
         assert (tmp_path / path.name).read_text() == path.read_text()
+
+
+def test_a_shipped_book_stands_alone(made: Path, tmp_path: Path) -> None:
+    """A repository keeps book.json, runs.csv and the pages of this book; no path of this machine is left in them."""
+    (tmp_path / "method-gone.html").write_text("a page of an earlier book")
+    excerpts.ship(made, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(path.name for path in made.glob("*.html")),
+        "book.json",
+        "runs.csv",
+    }
+    before, after = read_book(made), read_book(tmp_path)
+    assert after["command"].split() == [word.split("/")[-1] for word in before["command"].split()]
+    assert {**after, "command": before["command"]} == before
+    for path in tmp_path.iterdir():
+        text = path.read_text()
+        assert str(made.parent) not in text
+        for target in re.findall(r'(?:href|src)="([^"#]+)"', text) if path.suffix == ".html" else ():
+            assert (tmp_path / target).is_file(), target
+        if path.name not in ("book.json", "index.html"):
+            assert text == (made / path.name).read_text()
 
 
 def test_solved_methods_have_no_model(plan_file: Path) -> None:

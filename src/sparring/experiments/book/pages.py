@@ -112,7 +112,7 @@ def _percent(value: float | None) -> str:
 
 def _index(out: Path, results: Mapping[str, Any], links: Mapping[str, str]) -> Page:
     plan = results["plan"]
-    sections = [Section("In short", (Points(findings(results)), Facts(_facts(results))))]
+    sections = [Section("In short", (Points(findings(results)), Facts(book_facts(results))))]
     for each in results["ranks"]:
         sections.append(_overall(out, each, plan, links))
     sections.append(Section("Claims", (_claims_sheet(results),)))
@@ -177,7 +177,8 @@ def _effect(claim: Mapping[str, Any]) -> str:
     )
 
 
-def _facts(results: Mapping[str, Any]) -> dict[str, str]:
+def book_facts(results: Mapping[str, Any]) -> dict[str, str]:
+    """The metric, the budget and the commit of a book."""
     plan = results["plan"]
     facts = {"metric": f"{plan['metric']}, of the complete catalogue", "trials": f"{plan['trials']} of each method"}
     facts |= {"seeds": str(plan["seeds"]), "reference": plan["reference"], "runs": f"{len(results['runs']):,}"}
@@ -227,6 +228,12 @@ def _overall(out: Path, each: Mapping[str, Any], plan: Mapping[str, Any], links:
 def _claims_sheet(results: Mapping[str, Any]) -> Sheet:
     claims = results["plan"]["claims"]
     files = {claims[each["name"]]["statement"]: _claim_file(each["name"]) for each in results["claims"]}
+    return Sheet(claims_table(results), tones=TONES, links=files)
+
+
+def claims_table(results: Mapping[str, Any]) -> Table:
+    """A row for each claim: its verdict, its effect with an interval, and where it holds."""
+    claims = results["plan"]["claims"]
     rows = [
         {**each, "claim": claims[each["name"]]["statement"], "n": len(each["sets"]), "where": len(each["holds"])}
         for each in results["claims"]
@@ -237,7 +244,7 @@ def _claims_sheet(results: Mapping[str, Any]) -> Sheet:
         Column("sets", "{n}"),
         Column("chapters where it holds", "{where}"),
     )
-    return Sheet(Table(columns, rows), tones=TONES, links=files)
+    return Table(columns, rows)
 
 
 def _sets_sheet(results: Mapping[str, Any], links: Mapping[str, str]) -> Sheet:
@@ -283,7 +290,7 @@ def _set_page(out: Path, results: Mapping[str, Any], links: Mapping[str, str], n
         )
         own = [row for row in rows if row["metric"] == plan["metric"]]
         sizes = {part: f"{data[part]:,}" for part in ("queries", "items", "train", "valid", "test") if part in data}
-        parts: list[Block] = [Points(_told_of_set(data, own, plan)), Facts(sizes)]
+        parts: list[Block] = [Points(told_of_set(data, own, plan)), Facts(sizes)]
         for metric in plan["metrics"]:
             board = Table(QUALITY, [row for row in rows if row["metric"] == metric])
             parts.append(Sheet(board, f"Test {metric}", TONES, links))
@@ -303,7 +310,8 @@ def _set_page(out: Path, results: Mapping[str, Any], links: Mapping[str, str], n
     return Page(name, _lead(results, plan["sets"][name]["line"]), sections)
 
 
-def _told_of_set(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
+def told_of_set(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
+    """The main points of a chapter: the first method, verdicts, and reasons for doubt."""
     first = _first(rows, plan)
     lines = [f"{first['method']} has the highest mean, {first['mean']:.4f}."]
     for verdict in ("better", "worse"):

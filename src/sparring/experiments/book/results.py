@@ -361,7 +361,7 @@ def over_sets(
     for place in np.argsort(average, kind="stable"):
         name = methods[place]
         row: Row = {"method": name, "rank": float(average[place]), "sets": len(sets)}
-        row["wins"] = sum(int(np.argmax(means[key])) == place for key in keys)
+        row["wins"] = sum(int(np.argmax(means[key])) == int(place) for key in keys)
         row["tied"] = None if distance is None else bool(average[place] - average.min() <= distance)
         effects = effects_by_set(own, keys, name, book.plan.reference, metric)
         chances = _chances(book, effects)
