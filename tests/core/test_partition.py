@@ -11,6 +11,7 @@ from torch import Tensor
 from sparring.core import partition
 from sparring.core.partition import log_partition
 from sparring.core.types import Bag, Candidates, Exclude, Positives, Step
+from sparring.losses import Symmetric
 from sparring.negatives import InBatch, Popularity
 
 B, D, N = 24, 6, 7
@@ -79,3 +80,29 @@ def test_a_batch_with_few_items_has_the_same_correction(monkeypatch: pytest.Monk
     apart = log_partition(step, bag)[0]
     monkeypatch.setattr(partition, "_MERGED", 1)
     torch.testing.assert_close(log_partition(step, bag)[0], apart, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_from_items_to_queries_that_repeat(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six queries with four rows each: no item meets a query that has it, and every other row counts."""
+    draw = torch.Generator().manual_seed(2)
+    queries, items = torch.arange(B) % 6, torch.randint(N, (B,), generator=draw)
+    table, v = torch.randn(6, D, generator=draw), torch.randn(N, D, generator=draw)[items]
+    lists = [sorted({int(items[row]) for row in range(B) if queries[row] == query}) for query in range(6)]
+    known = Positives(
+        torch.tensor([0, *(len(each) for each in lists)]).cumsum(0), torch.tensor([j for each in lists for j in each])
+    )
+    step = Step(queries, items, table[queries], v, torch.tensor(0.5), lambda ids: v[ids], draw, known)
+    monkeypatch.setattr(partition, "_MERGED", 1)
+    turned, bag = Symmetric().turned(step)
+    (block,) = bag.blocks
+    assert block.exclude is not None
+    if not dense:  # the pairs of a large catalogue
+        monkeypatch.setattr(type(block.exclude), "places", lambda self, ids: self.hits(ids))
+    got = log_partition(turned, bag)[0]
+    for row in range(B):
+        terms = [
+            v[row] @ table[queries[other]] / 0.5 for other in range(B) if int(items[row]) not in lists[queries[other]]
+        ]
+        want = torch.logsumexp(torch.stack(terms), 0) if terms else torch.tensor(-math.inf)
+        torch.testing.assert_close(got[row], want, rtol=1e-5, atol=1e-5)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparring.core.exclusion import KnownPositives
+from sparring.core.exclusion import KnownPositives, KnownQueries
 from sparring.core.types import Bag, Candidates, DrawCounts, Outcome, Step
 from sparring.kernels import Mix, reference, weighted_logsumexp
 
@@ -68,6 +68,7 @@ def _distinct(step: Step, block: Candidates) -> Candidates:
     """
     ids, emb, log_w = block.ids, block.emb, block.log_w
     plain = block.draws is None and block.seed is None and block.mix is None and block.shared
+    plain = plain and not isinstance(block.exclude, KnownQueries)  # which names candidates by their places in the batch
     weights = log_w.dim() <= 1 and not log_w.requires_grad
     if not plain or not weights or ids.is_cuda or len(step.q) * len(ids) < _MERGED:
         return block
