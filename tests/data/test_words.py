@@ -154,12 +154,16 @@ def test_an_interrupt_leaves_no_word_without_tokens(monkeypatch: pytest.MonkeyPa
 
 
 def test_tokenizers_that_look_beyond_a_space_have_no_cache() -> None:
-    """Merges over spaces, other pre-tokenizers, added words that are normalised or have spaces: no shortcut."""
+    """Merges over spaces or of whole pieces, other pre-tokenizers, added words that are normalised or have spaces."""
     beyond = llama()
     spec = json.loads(beyond.to_str())
     vocab = {**spec["model"]["vocab"], f"e{words.SPACE}": len(spec["model"]["vocab"])}
     beyond.model = tokenizers.models.BPE(vocab, [("e", words.SPACE)], unk_token="<unk>")
     assert WordCache.of(beyond) is None
+    whole = llama()
+    merges = [tuple(pair) for pair in spec["model"]["merges"]]
+    whole.model = tokenizers.models.BPE(spec["model"]["vocab"], merges, unk_token="<unk>", ignore_merges=True)
+    assert WordCache.of(whole) is None
     bytes_ = bert()
     bytes_.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     assert WordCache.of(bytes_) is None

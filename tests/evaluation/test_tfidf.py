@@ -58,7 +58,8 @@ def test_lists_are_those_of_the_formula(counted: list[str]) -> None:
     assert found[2] == [-1] * 10
 
 
-def test_weights_are_those_of_scikit_learn() -> None:
+def test_the_formula_is_that_of_scikit_learn() -> None:
+    """The reference above, to which lists are compared, has scikit-learn's cosines."""
     sklearn = pytest.importorskip("sklearn.feature_extraction.text")
     counts = Counter(word for text in ITEMS for word in set(re.findall(r"\w\w+", text.lower())))
     common = [word for word, n in counts.items() if n > COMMON * len(ITEMS)]

@@ -154,6 +154,19 @@ def test_a_second_backward_pass(form: str) -> None:
 
 
 @pytest.mark.parametrize("draws", [None, 5.0])
+def test_no_queries_and_no_dimensions(form: str, draws: float | None) -> None:
+    """A batch without queries has gradients of 0; vectors without dimensions have the sums of equal scores."""
+    q, emb = torch.zeros(0, 4, requires_grad=True), torch.randn(5, 4).requires_grad_()
+    kernels.weighted_logsumexp(q, emb, torch.zeros(5), None, draws).sum().backward()
+    assert q.grad is not None
+    assert q.grad.shape == (0, 4)
+    assert emb.grad is not None
+    assert not emb.grad.any()
+    empty = kernels.weighted_logsumexp(torch.zeros(3, 0), torch.zeros(5, 0), torch.zeros(5), None, draws)
+    torch.testing.assert_close(empty, torch.full((3,), math.log(5 if draws is None else draws)))
+
+
+@pytest.mark.parametrize("draws", [None, 5.0])
 def test_repeats_bitwise(form: str, draws: float | None) -> None:
     """The same inputs on the same threads give the same bits."""
     q, emb, g = problem((64, 900, 16))

@@ -404,9 +404,9 @@ def hard_negatives(
     pair_queries, pair_items = (column.long().to(items.device) for column in data.pairs())
     scores, ids = scores[:, skip:][pair_queries], ids[:, skip:][pair_queries]
     left = ids >= 0
-    positive = (queries[pair_queries] * items[pair_items]).sum(1, keepdim=True)
-    for reached in Bounds(margin=margin).reached(scores, positive).values():
-        left &= ~reached
+    if margin is not None:
+        positive = (queries[pair_queries] * items[pair_items]).sum(1, keepdim=True)
+        left &= ~Bounds(margin=margin).reached(scores, positive)["margin"]
     order = scores
     if how == "draw":  # the largest logits with Gumbel noise are a draw without replacement
         uniform = torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)).to(scores.device)

@@ -74,9 +74,12 @@ class FastTokenizer:
         if max_len < self.n_special:
             raise UserError(f"max_len is {max_len}, but this tokenizer adds {self.n_special} tokens to every text")
         texts = strings.to_list()
-        if self._words is not None and len(texts) >= _MANY:
+        if self._words is None:
+            return flat_ids(self._inner, texts, max_len, self.special)
+        if len(texts) >= _MANY:
             return self._words.encode(texts, max_len)
-        return flat_ids(self._inner, texts, max_len, self.special)
+        with self._words.lock:  # both set how the tokenizer cuts texts
+            return flat_ids(self._inner, texts, max_len, self.special)
 
 
 class WordTokenizer:

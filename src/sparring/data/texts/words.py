@@ -70,10 +70,11 @@ class WordCache:
                 self._empty()
                 raise
             tokens, begin, length = self.tokens, self.begin[slot], self.length[slot]
-        first = np.cumsum(size) - size
-        left = np.flatnonzero(np.minimum.reduceat(length, first) < 0)
+            first = np.cumsum(size) - size
+            left = np.flatnonzero(np.minimum.reduceat(length, first) < 0)
+            if len(left):
+                own, count = flat_ids(self.inner, [texts[at] for at in left.tolist()], max_len)
         if len(left):  # their first word stands for the text, the others for nothing
-            own, count = flat_ids(self.inner, [texts[at] for at in left.tolist()], max_len)
             length[np.repeat(np.isin(np.arange(len(size)), left), size)] = 0
             length[first[left]], begin[first[left]] = count, len(tokens) + np.cumsum(count) - count
             tokens = np.concatenate([tokens, own])
@@ -165,7 +166,7 @@ def _is_llama(spec: dict[str, Any], inner: Any) -> bool:
     if normalizer.get("normalizers") != [prepend, replace] or spec["pre_tokenizer"] is not None:
         return False
     if model["type"] != "BPE" or any(
-        model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+        model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
     ):
         return False
     return not any(_crosses(token) for token in inner.get_vocab())

@@ -11,7 +11,7 @@ namespace {
 struct Rule {
     float w1, b2, w2, size, spread, eps, decay;
 
-    // The numbers from `at` on; without g the gradient is zero.
+    // n numbers and their moments; without g their gradient is zero.
     void move(float *p, float *mean, float *square, const float *g, int64_t n) const {
         if (g != nullptr) {
 #pragma omp simd

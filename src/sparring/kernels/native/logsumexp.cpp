@@ -205,19 +205,20 @@ extern "C" int sparring_logsumexp_pack(const float *emb, int64_t c, int64_t d, c
     return 0;
 }
 
-// Of queries q (n, d) and candidates (c, d) as packed: total and result (n,) as in `summed`, or with draws > 0 as in `drawn`. In
-// that case `weights` is the scale of each candidate, else its logarithm to base 2: (c,), or (n, c) with w_stride = c.
+// Of queries q (n, d) and candidates (c, d) as packed: total and result (n,) as in `summed`, or with draws > 0 as in
+// `drawn`. In that case `weights` is the scale of each candidate, else its logarithm to base 2: (c,), or (n, c) with
+// w_stride = c.
 // The exponentials go to `kept`, with `stride` columns and n rounded up to ROWS rows, or to `half` (n, c) in bfloat16,
 // or nowhere; gradient (n, d) takes the sums of candidates weighted by them, and counted (c,) the sum of all draws.
 extern "C" int sparring_logsumexp(const float *q, const float *panels, const float *rows, int64_t n, int64_t c,
-                                  int64_t d, int64_t width, const float *weights, int64_t w_stride, double draws, const int64_t *ex_rows,
-                                  const int64_t *ex_columns, int64_t n_ex, int64_t first, const uint8_t *mask,
+                                  int64_t d, int64_t width, const float *weights, int64_t w_stride, double draws,
+                                  const int64_t *ex_rows, const int64_t *ex_columns, int64_t n_ex, int64_t first, const uint8_t *mask,
                                   float *kept, int64_t stride, uint16_t *half, float *gradient, float *counted,
                                   float *total, float *result) {
     const Excluded out{ex_rows, ex_columns, n_ex, mask};
     const Candidates candidates{panels, rows, width};
     const int64_t block = std::max<int64_t>(1, CACHED / stride / ROWS) * ROWS, blocks = (n + block - 1) / block;
-    const int threads = threads_for(n * c);
+    const int threads = int(std::min<int64_t>(threads_for(n * c), std::max<int64_t>(1, blocks)));
     std::vector<float> counts(counted == nullptr ? 0 : size_t(threads) * c, 0.0f);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {

@@ -37,7 +37,7 @@ def weighted_logsumexp(
 ) -> Tensor | None:
     """As in chunked.py, in float32; None where the kernel does not apply."""
     floats = q.dtype == emb.dtype == log_w.dtype == torch.float32
-    if not floats or not plain(q, emb, log_w) or not len(emb) or function(*_SUMS) is None:
+    if not floats or not plain(q, emb, log_w) or not emb.numel() or function(*_SUMS) is None:
         return None
     return _WeightedLogSumExp.apply(q, emb, log_w, places, draws, draw_counts)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -63,6 +63,7 @@ class _Problem:
         self.places = places
         if isinstance(places, tuple) and not isinstance(places, ExcludedKeys):
             self.places = (places[0].long().contiguous(), places[1].long().contiguous())
+            assert not len(places[1]) or int(places[1].max()) < c
 
     def _packed(self) -> tuple[Tensor, Tensor]:
         """The candidates in panels, and in rows of whole vectors times their scale."""
@@ -94,6 +95,7 @@ class _Problem:
             mask = places[low:high].contiguous()
         elif places is not None:
             pairs = places[0].data_ptr(), places[1].data_ptr(), len(places[0])
+        assert mask is None or mask.shape == (high - low, len(self.emb))
         total, result = self.q.new_empty(2, high - low)
         q, weights = self.q[low:high], self.weights if self.weights.dim() == 1 else self.weights[low:high]
         kernel(
@@ -183,7 +185,7 @@ def _of_candidate(problem: _Problem, kept: Tensor | None, factor: Tensor) -> Ten
     width = _up(d, _ROWS)
     rows = F.pad(q * factor.unsqueeze(1), (0, width - d))
     columns, out = q.new_zeros(width, stride), torch.empty_like(problem.emb)
-    step = len(q) if kept is not None else max(_ROWS, min(AGAIN, chunked.STORE // stride))
+    step = max(1, len(q)) if kept is not None else max(_ROWS, min(AGAIN, chunked.STORE // stride))
     for low in range(0, len(q), step):
         high, part = min(low + step, len(q)), kept
         if part is None:

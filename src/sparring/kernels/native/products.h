@@ -23,13 +23,13 @@ constexpr int64_t PANEL = WIDE * LANES;  // columns of a full tile
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
 
-inline Vector load(const float *from) {
+__attribute__((always_inline)) inline Vector load(const float *from) {
     Vector v;
     std::memcpy(&v, from, sizeof(v));
     return v;
 }
 
-inline void store(float *to, Vector v) { std::memcpy(to, &v, sizeof(v)); }
+__attribute__((always_inline)) inline void store(float *to, Vector v) { std::memcpy(to, &v, sizeof(v)); }
 
 inline int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
