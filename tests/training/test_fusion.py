@@ -251,6 +251,21 @@ def test_index_recommend_and_export_take_a_ranking(trained: Path, capsys: pytest
     assert "--to onnx writes the towers alone" in capsys.readouterr().err
 
 
+def test_vectors_with_a_bias_have_no_fused_export(
+    parts: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Queries beside an item bias are not of length 1, which the formula of the export needs: one line, no files."""
+    folder = tmp_path / "run"
+    sparring.fit(
+        sparring.build("ngame", parts.train, {**SETTINGS, "item_bias": True}), parts, folder, device="cpu", k=(5,)
+    )
+    words = ["export", str(folder), "--to=parquet", "--out", str(tmp_path / "out")]
+    assert main([*words, "--ranking=fused"]) == 2
+    assert "needs score=cosine and item_bias=false" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main([*words, "--ranking=classifiers"]) == 0
+
+
 def exported(folder: Path, run: sparring.Trained, k: int, fused: bool) -> list[list[int]]:
     """Lists from the files of an export alone, and the pairs that queries have taken."""
     items, queries = (pl.read_parquet(folder / f"{name}.parquet") for name in ("items", "queries"))

@@ -76,6 +76,7 @@ def index(args: Namespace) -> int:
         args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished, novelty=args.novelty
     )
     if trained.model.scores_items:
+        trained.how(args.ranking)  # refuses one that the run does not have
         return _lists(args, trained)
     if args.neighbours is not None:
         raise UserError("--neighbours is for runs with an item-item matrix (ease, item_knn): this run has vectors")

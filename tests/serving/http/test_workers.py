@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ from sparring.core.errors import UserError
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import Limits, RequestError
 from sparring.serving.http.store import Change, Store
-from sparring.serving.http.workers import share_of
+from sparring.serving.http.workers import Workers, share_of
 from support.made_run import MadeRun, make_run
 from support.running import Running
 
@@ -141,7 +142,7 @@ def test_a_swap_under_load_never_mixes_runs(clients: list[httpx.Client], runs: l
     """Every list is that of the run whose generation it names, and none is older than an answer before it."""
     generation = clients[0].get("/readyz").json()["generation"]
     folders: dict[int, MadeRun] = {generation: runs[0]}
-    newest, stop, checked = [generation], threading.Event(), [0]
+    newest, stop = [generation], threading.Event()
     answers: list[tuple[int, int, list[Any]]] = []
 
     def ask(client: httpx.Client) -> None:
@@ -153,7 +154,6 @@ def test_a_swap_under_load_never_mixes_runs(clients: list[httpx.Client], runs: l
             assert body["generation"] >= least
             newest[0] = max(newest[0], body["generation"])
             answers.append((body["generation"], row, [each["id"] for each in body["results"][0]["items"]]))
-            checked[0] += 1
 
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(ask, client) for client in clients[:4]]
@@ -299,6 +299,64 @@ def test_a_watched_run_and_the_limits_of_a_client_and_the_end(tmp_path: Path) ->
         service.kill()
 
 
+def test_workers_that_stop_and_workers_that_all_die(tmp_path: Path) -> None:
+    """A stopped worker delays one change, and no other until it goes on; after the death of all, new ones serve what is
+    on the disk."""
+    run = make_run(tmp_path / "run", 1)
+    service = Running(run.folder, tmp_path / "log", "--workers", "2")
+    try:
+        with service.client() as one, service.client() as two:
+            stopped = worker(two, service)
+            assert worker(one, service) != stopped
+            os.kill(stopped, signal.SIGSTOP)
+            began = time.monotonic()
+            put(one, id="first", title="first", like=[run.item_ids[0]])
+            middle = time.monotonic()
+            put(one, id="second", title="second", like=[run.item_ids[0]])
+            assert middle - began > 9
+            assert time.monotonic() - middle < 5
+            assert one.get("/readyz").status_code == 503
+            assert one.get("/metrics").status_code == 200
+            assert "no answer for 10 s" in service.log.read_text()
+            os.kill(stopped, signal.SIGCONT)
+            assert {("first", "first"), ("second", "second")} <= set(neighbours(two, run.item_ids[0]))
+            assert wait(lambda: one.get("/readyz").status_code == 200)
+            assert worker(two, service) == stopped
+            new = make_run(run.folder, 5)
+            for pid in (worker(one, service), stopped):
+                os.kill(pid, signal.SIGKILL)
+        with service.client() as three:
+            assert wait(lambda: answered(three, "/readyz") == 200)
+            body = {"user": new.user(3), "k": 5, "allow": new.item_ids}
+            found = three.post("/v1/recommend", json=body).json()["results"][0]["items"]
+        assert [each["id"] for each in found] == [id for id, _ in new.best(new.users[3], 5, new.seen[3].tolist())]
+    finally:
+        service.kill()
+
+
+def answered(client: httpx.Client, path: str) -> int:
+    """The status of an answer; 0 if the connection was lost."""
+    try:
+        return client.get(path).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no descriptors, the log says so, and the next attempt comes after twice the time."""
+    later: list[tuple[Any, ...]] = []
+    said: list[dict[str, Any]] = []
+    parent = object.__new__(Workers)
+    parent._stopping, parent._loop = False, SimpleNamespace(call_later=lambda *words: later.append(words))  # type: ignore[assignment]
+    parent.log = lambda event, **facts: said.append({"event": event, **facts})  # type: ignore[assignment]
+    monkeypatch.setattr(
+        parent, "_start", lambda number, wait: (_ for _ in ()).throw(OSError(24, "Too many open files"))
+    )
+    parent._restart(1, 0.2)
+    assert [(wait, words) for wait, _, *words in later] == [(0.4, [1, 0.4])]
+    assert said == [{"event": "worker not started", "worker": 1, "why": "[Errno 24] Too many open files"}]
+
+
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     """kill -9 of the parent leaves no worker behind, and the next service opens the store with every change."""
     run = make_run(tmp_path / "run", 1)
@@ -353,10 +411,20 @@ def test_a_registry_follows_what_others_publish(tmp_path: Path) -> None:
         assert registry.behind
         registry.catch_up()
         assert not registry.behind
-        dense = registry.served().find_item("new")
-        assert registry.served().catalogue.row(dense) == {"title": "again"}
-        assert registry.put([{"id": "mine", "like": [item]}])[0] == 4
-        others.state = 4, 2
+        catalogue = registry.served().catalogue
+        assert catalogue.row(registry.served().find_item("new")) == {"title": "again"}
+        own = catalogue.row(registry.served().find_item(item))["price"]
+        theirs.write([Change(item, {"price": 99.0})])
+        others.state = 4, 1
+        registry.catch_up()
+        assert catalogue.row(registry.served().find_item(item))["price"] == 99.0
+        theirs.write([Change(item, deleted=True)])
+        theirs.write([Change(item)])  # seen as one change: the run's own price again
+        others.state = 6, 1
+        registry.catch_up()
+        assert catalogue.row(registry.served().find_item(item))["price"] == own
+        assert registry.put([{"id": "mine", "like": [item]}])[0] == 7
+        others.state = 7, 2
         with pytest.raises(RequestError, match="stopping"):  # nothing was prepared
             registry.catch_up()
         assert (registry.behind, registry.served().folder) == (True, old.folder)
@@ -370,11 +438,43 @@ def test_a_registry_follows_what_others_publish(tmp_path: Path) -> None:
         theirs.close()
 
 
+def test_a_change_that_arrives_while_a_run_is_prepared_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker's change comes after the store was read for the new run; once swapped in, the run has it."""
+    old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
+    others, path = Others(), tmp_path / "items.sqlite"
+    theirs = Store(path)
+    registry = RunRegistry([old.folder], Store(path, held=True), peers=others)
+    try:
+        read = registry.store.since
+
+        def since(sequence: int) -> Iterator[Change]:
+            rows = list(read(sequence))
+            if not theirs.last():
+                theirs.write([Change("late", like=[new.item_ids[0]])])
+                others.state = 1, 1
+                registry.catch_up()
+            return iter(rows)
+
+        monkeypatch.setattr(registry.store, "since", since)
+        registry.prepare(2, "old", new.folder)
+        others.state = 1, 2
+        registry.catch_up()
+        assert registry.served().folder == new.folder
+        assert registry.served().listed(registry.served().find_item("late"))
+    finally:
+        registry.close()
+        theirs.close()
+
+
 def test_limits_are_shared_out() -> None:
-    """The workers together have the limits of the service, and each has room for the largest body."""
-    limits = Limits(connections=101, waiting=64, buffered=100, body=40)
+    """The workers together have the limits of the service, and each has room for the largest body and request."""
+    limits = Limits(connections=101, waiting=2000, buffered=100, body=40)
     parts = share_of(limits, 4)
-    assert (parts.connections, parts.waiting, parts.buffered) == (25, 16, 40)
+    assert (parts.connections, parts.waiting, parts.buffered) == (25, 500, 40)
     assert share_of(limits, 2).buffered == 50
+    assert share_of(limits, 20).waiting == 256
+    assert share_of(Limits(waiting=64), 4).waiting == 64
     with pytest.raises(UserError, match="connections"):
         share_of(Limits(connections=3), 4)

@@ -41,7 +41,7 @@ def write_parquet(
     paths, model = list[Path | str](), trained.model
     for source in model.sources:
         one = Trained(source.model, trained.ids, source.eligibility, trained.meta, source.folder)
-        paths += write_parquet(one, folder / source.name, neighbours, None if source.model.scores_items else "towers")
+        paths += write_parquet(one, folder / source.name, neighbours, "towers")
     names = (source.name for source in model.sources)
     weights = dict(zip(names, model.weights.tolist(), strict=True))
     write_json(folder / "fusion.json", {"by": model.by, "depth": model.depth, "weights": weights})
@@ -68,8 +68,10 @@ def write_vectors(trained: Trained, folder: Path | str, ranking: How | None = No
     if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give a folder for the vectors")
     how = trained.how(ranking)
-    if how == "fused" and (trained.model.score != "cosine" or isinstance(folder, str)):
-        why = "is written to a folder of this machine" if isinstance(folder, str) else "needs score=cosine"
+    of_unit_length = trained.model.score == "cosine" and trained.model.dim == trained.model.width
+    if how == "fused" and (not of_unit_length or isinstance(folder, str)):
+        needs = "needs score=cosine and item_bias=false"
+        why = "is written to a folder of this machine" if isinstance(folder, str) else needs
         raise UserError(f"the fused ranking {why}: export --ranking towers or classifiers")
     sides = {"items": item_rows(trained, how), "queries": query_rows(trained, how)}
     paths = [_save(rows.part(0, len(rows)), folder, f"{name}.parquet") for name, rows in sides.items()]

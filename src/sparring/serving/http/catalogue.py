@@ -199,10 +199,12 @@ class Catalogue:
         if converted or dense >= len(self.base):
             self.changed[dense] = {**self._given(dense), **converted}
             self.version += 1
+        else:
+            self.forget(dense)
         return dense
 
     def forget(self, dense: int) -> None:
-        """Drop the changes of a deleted item: if it is put again, it starts from the values of the run."""
+        """Drop the changes of an item, which then has the values of the run."""
         if self.changed.pop(dense, None) is not None:
             self.version += 1
 

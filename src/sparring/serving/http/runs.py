@@ -151,7 +151,7 @@ class RunRegistry:
     def prepare(self, generation: int, name: str, folder: Path) -> ServedRun:
         """Load a run that `catch_up` swaps in when this generation is published."""
         new = contained(self._load, folder, name)
-        new.apply(self.store.since(0), self.store.sequence)
+        self._apply_all(new)
         with self._writing:
             self._prepared = generation, new
         return new
@@ -196,7 +196,7 @@ class RunRegistry:
             yield
             return
         with self.peers.turn():
-            self.catch_up()
+            self.catch_up(self.store.last())  # a change that a dead process committed may not be published
             yield
 
     def _load_first(self, name: str, folder: Path, as_given: bool) -> ServedRun:
@@ -214,8 +214,12 @@ class RunRegistry:
         options = self.recipe, self.trust, self.unfinished, self.model, self.novelty, self.ranking
         return load_served(folder, name, *options)
 
+    def _apply_all(self, new: ServedRun) -> None:
+        sequence = self.store.sequence  # first: a change that arrives meanwhile is applied twice, not lost
+        new.apply(self.store.since(0), sequence)
+
     def _adopt(self, new: ServedRun, generation: int | None = None) -> None:
-        new.apply(self.store.since(0), self.store.sequence)
+        self._apply_all(new)
         with self._writing:
             if new.sequence < self.store.sequence:  # changes that arrived meanwhile
                 new.apply(self.store.since(new.sequence), self.store.sequence)

@@ -64,10 +64,15 @@ class Server:
             accepting.close()
             connections.stop(loop.time())
             end = loop.time() + STOP_SECONDS
-            while connections.open and loop.time() < end and not self.force_exit:
+            while self.unfinished and loop.time() < end and not self.force_exit:
                 await self._sweep(loop)
             for connection in list(connections.open):
                 connection.abort()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a connection is open."""
+        return bool(self.connections.open)
 
     async def _accept(self, loop: asyncio.AbstractEventLoop) -> Closing:
         return await loop.create_server(
@@ -214,6 +219,7 @@ def _reload_changed(
         except RequestError as error:
             if error.status == 409:  # another reload is in progress: look again after it
                 return
-            rejected[name] = current
+            if error.status != 503:  # a worker ended: try again
+                rejected[name] = current
             raise
         registry.problems.pop(name, None)

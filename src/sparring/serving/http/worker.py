@@ -99,6 +99,7 @@ class Link:
 
     def ask(self, what: str, *about: Any) -> Future[Any]:
         number, answer = next(self._numbers), Future[Any]()
+        answer.set_running_or_notify_cancel()  # a request that ends must not cancel what `follow` completes
         self._asked[number] = answer
         self._send("ask", number, what, about)
         if self.ended:
@@ -165,6 +166,7 @@ class WorkerServer(Server):
         super().__init__(service, arrivals, on_ready)
         self._closed, self._on_leaving = closed, on_leaving
         self._begun: set[asyncio.Task[None]] = set()
+        self._more = True  # connections may arrive
 
     async def _accept(self, loop: asyncio.AbstractEventLoop) -> WorkerServer:
         self._loop = loop
@@ -173,10 +175,12 @@ class WorkerServer(Server):
         return self
 
     def close(self) -> None:
-        """Take the connections that have arrived, and no more."""
+        """Take the connections that were handed over until the parent knows, and no more."""
         self._on_leaving()
-        self._receive()
-        self._loop.remove_reader(self._listener.fileno())
+
+    @property
+    def unfinished(self) -> bool:
+        return self._more or bool(self._begun) or super().unfinished
 
     def _receive(self) -> None:
         while True:
@@ -186,9 +190,12 @@ class WorkerServer(Server):
                 return
             except OSError:
                 data, files = b"", []
-            if not data:  # the parent has ended
+            if not data:  # the last has arrived, or the parent has ended
+                self._more = False
                 self._loop.remove_reader(self._listener.fileno())
                 return
+            if not files:  # no descriptor was left for it
+                self._closed()
             for file in files:
                 task = self._loop.create_task(self._begin(socket.socket(fileno=file)))
                 self._begun.add(task)

@@ -9,7 +9,8 @@ same files. Why their answers are those of one process:
   number in memory that all processes share; then it is acknowledged, and the next turn begins. A worker compares that
   number before every answer, and applies what it lacks first. So a change that was acknowledged is in every answer that
   begins later, even that of a worker which was too late for the turn. All of them apply the same changes one by one,
-  so they place an item alike.
+  so they place an item alike. A worker that starts later reads the last change of each item only: an item that is like
+  another stands where the other is now, and not where it was.
 - Swaps. Every worker loads the run, checks it and applies the changes. If one refuses, or they read different files,
   all drop it. Otherwise the parent publishes the next generation beside the sequence number, within a turn, and each
   worker swaps before its next answer. A request keeps the run that it began with.
@@ -17,7 +18,8 @@ same files. Why their answers are those of one process:
   runs of the others, compares what it read with them, and takes over all changes within a turn before it gets
   connections. If the parent dies, the workers finish their requests and end.
 
-A worker that does not respond for some seconds delays no turn any longer; it still compares before it answers.
+A worker that does not respond for ten seconds is not waited for again, and gets no connections, until it does. It
+still compares before it answers. After a minute, or if the others have swapped meanwhile, it is started again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.connection import Connection as Pipe
@@ -41,13 +43,15 @@ from typing import Any, Literal
 from sparring.core.errors import UserError
 from sparring.serving.http.connection import client_name
 from sparring.serving.http.runs import remember_swap
-from sparring.serving.http.schema import Limits, RequestError
+from sparring.serving.http.schema import MAX_QUERIES, Limits, RequestError
 from sparring.serving.http.server import STOP_SECONDS, listen, start_watch
 from sparring.serving.http.store import Store
 from sparring.serving.http.telemetry import EventLog, Figures
 from sparring.serving.http.worker import CLOSED, GENERATION, SEQUENCE, Job, Loaded, portable, settle, work
 
 _PATIENCE = 10.0  # seconds that a turn waits for a worker
+_LOST = 60.0  # and after which it is ended
+_SOON = 2.0  # seconds that /metrics waits for one
 _RETRY = 0.2, 10.0  # seconds until a worker is started again: at first, and at most
 _ACCEPTED = 64  # connections accepted before anything else is done
 
@@ -65,7 +69,7 @@ class _Worker:
     pipe: Pipe
     arrivals: socket.socket
     handed: int = 0  # connections
-    state: Literal["loading", "ready", "leaving"] = "loading"
+    state: Literal["loading", "ready", "late", "leaving"] = "loading"
     figures: Figures = field(default_factory=Figures)  # as of the last request for them
     asked: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     numbers: count[int] = field(default_factory=count)
@@ -91,7 +95,7 @@ def share_of(limits: Limits, workers: int) -> Limits:
     return replace(
         limits,
         connections=limits.connections // workers,
-        waiting=limits.waiting // workers,
+        waiting=max(limits.waiting // workers, min(limits.waiting, MAX_QUERIES)),  # room for the largest request
         buffered=max(limits.buffered // workers, limits.body),
     )
 
@@ -134,7 +138,10 @@ class Workers:
         self._listener.setblocking(False)
         try:
             for number in range(len(self._workers)):
-                self._start(number)
+                try:
+                    self._start(number)
+                except OSError as error:
+                    raise UserError(f"cannot start worker {number}: {error}") from error
             first = [asyncio.ensure_future(each) for each in (self._full.wait(), self._stop.wait(), self._failure)]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
@@ -175,15 +182,17 @@ class Workers:
             worker.process.join()
 
     def _start(self, number: int, wait: float = _RETRY[0]) -> None:
-        here, there = self._context.Pipe()
-        arrivals, far = socket.socketpair()
-        arrivals.setblocking(False)
-        self._shared[CLOSED + number] = 0
-        current = {name: (run.folder, run.generation) for name, run in self._runs.items()} or None
-        process = self._context.Process(
-            target=work, args=(there, far, self._shared, number, self._job, current), name=f"worker {number}"
-        )
-        process.start()
+        with ExitStack() as opened:
+            here, there = map(opened.enter_context, self._context.Pipe())
+            arrivals, far = map(opened.enter_context, socket.socketpair())
+            arrivals.setblocking(False)
+            self._shared[CLOSED + number] = 0
+            current = {name: (run.folder, run.generation) for name, run in self._runs.items()} or None
+            process = self._context.Process(
+                target=work, args=(there, far, self._shared, number, self._job, current), name=f"worker {number}"
+            )
+            process.start()
+            opened.pop_all()
         there.close()
         far.close()
         worker = self._workers[number] = _Worker(number, process, here, arrivals)
@@ -212,7 +221,8 @@ class Workers:
             return
         facts = {"worker": worker.number, "pid": worker.process.pid, "code": worker.process.exitcode}
         if not self._full.is_set():
-            said = why or f"a worker ended with code {worker.process.exitcode}: killed, or out of memory"
+            code = worker.process.exitcode or 0
+            said = why or f"a worker ended with code {code}" + (": killed, or out of memory" if code < 0 else "")
             if not self._failure.done():
                 self._failure.set_result(said)
             return
@@ -221,8 +231,14 @@ class Workers:
         self._loop.call_later(wait, self._restart, worker.number, wait)
 
     def _restart(self, number: int, wait: float) -> None:
-        if not self._stopping:
+        if self._stopping:
+            return
+        try:
             self._start(number, wait)
+        except OSError as error:  # no descriptors or no memory now
+            self.log("worker not started", worker=number, why=str(error))
+            wait = min(2 * wait, _RETRY[1])
+            self._loop.call_later(wait, self._restart, number, wait)
 
     def _live(self) -> list[_Worker]:
         return [worker for worker in self._workers if worker is not None]
@@ -284,6 +300,8 @@ class Workers:
             self._spawn(self._admit(worker, rest[0], wait))
         elif kind == "leaving":
             worker.state = "leaving"
+            with suppress(OSError):
+                worker.arrivals.shutdown(socket.SHUT_WR)  # it answers what was handed over before
             if not self._ready():
                 self._accept_no_more()
         elif kind == "answer":
@@ -318,12 +336,17 @@ class Workers:
         return dict(self.problems)
 
     async def _figures(self) -> Figures:
+        await asyncio.gather(
+            *(self._look_at(worker) for worker in self._live() if worker.state in ("ready", "leaving"))
+        )
         total = Figures(self._gone)
-        for worker in [worker for worker in self._live() if worker.state != "loading"]:
-            with suppress(Ended, TimeoutError):
-                worker.figures = await asyncio.wait_for(worker.ask("figures"), _PATIENCE)
+        for worker in self._live():
             total.add(worker.figures)
         return total
+
+    async def _look_at(self, worker: _Worker) -> None:
+        with suppress(Ended, TimeoutError):
+            worker.figures = await asyncio.wait_for(worker.ask("figures"), _SOON)
 
     # turns
 
@@ -350,34 +373,56 @@ class Workers:
         await asyncio.gather(*(self._catch_up(worker, sequence) for worker in self._ready()))
 
     async def _catch_up(self, worker: _Worker, sequence: int = 0) -> None:
+        answer = worker.ask("catch up", sequence)
         try:
-            await asyncio.wait_for(worker.ask("catch up", sequence), _PATIENCE)
-        except (Ended, TimeoutError, RequestError) as error:
-            if not isinstance(error, Ended):
-                self.log("worker is late", worker=worker.number, pid=worker.process.pid, why=str(error))
+            await asyncio.wait_for(asyncio.shield(answer), _PATIENCE)
+        except TimeoutError:
+            worker.state = "late"
+            self._spawn(self._wait_for_late(worker, answer))
+        except Ended:
+            pass
+        except RequestError as error:
+            self.log("worker cannot catch up", worker=worker.number, pid=worker.process.pid, why=error.message)
 
-    async def _admit(self, worker: _Worker, loaded: list[Loaded], wait: float) -> None:
-        """Let a worker that has loaded its runs answer connections, if they are those of the others."""
-        async with self._loading, self._writing:
-            if self._workers[worker.number] is not worker:  # it has ended
-                return
-            if not self._runs:
-                self._runs = {run.name: run for run in loaded}
-                self._shared[GENERATION] = max(run.generation for run in loaded)
-            if any(_differs(run, self._runs[run.name]) for run in loaded):
-                worker.process.kill()
-                self._ended(worker, wait, "a run has changed on the disk since it was loaded: reload it")
-                return
-            await self._catch_up(worker)
-            if self._workers[worker.number] is not worker:  # it has ended
-                return
-            worker.state = "ready"
+    async def _wait_for_late(self, worker: _Worker, answer: asyncio.Future[Any]) -> None:
+        """Let a worker take part again when it has answered, unless that takes too long or the others have swapped."""
+        generation = int(self._shared[GENERATION])
+        why = f"no answer for {_PATIENCE:g} s"
+        self.log("worker is late", worker=worker.number, pid=worker.process.pid, why=why)
+        if not self._ready():
+            self._accept_no_more()
+        await asyncio.wait([answer], timeout=_LOST)
+        if self._workers[worker.number] is not worker or worker.state != "late":
+            return
+        if answer.done() and answer.exception() is None and generation == self._shared[GENERATION]:
+            self._is_ready(worker)
+        else:
+            worker.process.kill()
+
+    def _is_ready(self, worker: _Worker) -> None:
+        worker.state = "ready"
         if self._full.is_set():
             self.log("worker ready", worker=worker.number, pid=worker.process.pid)
         elif len(self._ready()) == len(self._workers):
             self._full.set()
         if self._full.is_set():
             self._accept_on()
+
+    async def _admit(self, worker: _Worker, loaded: list[Loaded], wait: float) -> None:
+        """Let a worker that has loaded its runs answer connections, if they are those of the others."""
+        async with self._loading, self._writing:
+            if self._workers[worker.number] is not worker:  # it has ended
+                return
+            if not self._ready():  # nobody to disagree with
+                self._runs = {run.name: run for run in loaded}
+                self._shared[GENERATION] = max(run.generation for run in loaded)
+            if why := next((why for run in loaded if (why := _difference(run, self._runs[run.name]))), None):
+                worker.process.kill()
+                self._ended(worker, wait, why)
+                return
+            await self._catch_up(worker)
+            if self._workers[worker.number] is worker and worker.state == "loading":  # neither ended nor late
+                self._is_ready(worker)
 
     # swaps
 
@@ -422,21 +467,26 @@ class Workers:
         return seconds
 
 
-def _differs(one: Loaded, other: Loaded) -> bool:
-    return (one.folder.resolve(), one.signature, one.generation) != (
-        other.folder.resolve(),
-        other.signature,
-        other.generation,
-    )
+def _difference(one: Loaded, other: Loaded) -> str | None:
+    """The reason why a worker cannot answer beside others; None if it has the same run."""
+    if (one.folder.resolve(), one.generation) != (other.folder.resolve(), other.generation):
+        return "another run was swapped in while it started"
+    if one.signature != other.signature:
+        return f"run {one.name} has changed on the disk since the others loaded it: reload it"
+    return None
 
 
 def _check(signatures: Sequence[Any]) -> None:
     """Raise unless every worker has loaded the same run."""
     for each in signatures:
         if isinstance(each, BaseException):
-            raise RequestError(422, "a worker ended while it loaded the run" if isinstance(each, Ended) else str(each))
-    if not signatures or any(each != signatures[0] for each in signatures):
-        raise RequestError(422, "it was written while it was read" if signatures else "no worker is ready")
+            if isinstance(each, Ended):
+                raise RequestError(503, "a worker ended while it loaded the run")
+            raise RequestError(422, str(each))
+    if not signatures:
+        raise RequestError(503, "no worker is ready")
+    if any(each != signatures[0] for each in signatures):
+        raise RequestError(422, "it was written while it was read")
 
 
 def run_workers(

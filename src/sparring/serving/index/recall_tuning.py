@@ -113,7 +113,7 @@ def tune(
     say(f"exact: {baseline.speed:,.0f} queries/s, {baseline.memory / 1e6:,.1f} MB")
     quantizer = None
     slowest = baseline.speed if points else 0.0  # if exact search is allowed, a far slower index is useless
-    for name, code in _wanted(kind, n, dim, None if memory is None else memory - beside, left_out):
+    for name, code in _wanted(kind, n, dim, memory, size_of, left_out):
         began = time.perf_counter()
         if name.startswith("ivf") and quantizer is None:
             quantizer = cells(exact.vectors, seed)
@@ -154,7 +154,9 @@ def tune(
     raise UserError(f"no index{limit} reaches recall {recall:g}: {found}; lower --recall or raise --memory")
 
 
-def _wanted(kind: str, n: int, dim: int, memory: int | None, left_out: list[str]) -> Iterator[tuple[str, int]]:
+def _wanted(
+    kind: str, n: int, dim: int, memory: int | None, size_of: Callable[[str, int], int], left_out: list[str]
+) -> Iterator[tuple[str, int]]:
     """Approximate kinds to build, with the bytes of a product code; `left_out` gets the reasons of the others."""
     for name in faiss_backends.KINDS[1:]:
         if kind not in ("auto", name):
@@ -168,9 +170,9 @@ def _wanted(kind: str, n: int, dim: int, memory: int | None, left_out: list[str]
         if kind == "auto" and name == "cagra" and cagra_problem():
             continue
         codes = code_sizes(dim) if name == "ivfpq" else (0,)
-        fitting = [code for code in codes if memory is None or estimated_bytes(name, n, dim, code) <= memory]
+        fitting = [code for code in codes if memory is None or size_of(name, code) <= memory]
         if not fitting:
-            left_out.append(f"{name} takes about {estimated_bytes(name, n, dim, codes[-1]) / 1e6:,.1f} MB")
+            left_out.append(f"{name} takes about {size_of(name, codes[-1]) / 1e6:,.1f} MB")
             continue
         yield name, fitting[0]
 
