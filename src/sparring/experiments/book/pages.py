@@ -135,7 +135,8 @@ def _index(out: Path, results: Mapping[str, Any], links: Mapping[str, str]) -> P
     made: list[Block] = [Code(command_lines(results["command"]))] if results["command"] else []
     sections.append(Section("How it was made", (*made, Facts(results["environment"]))))
     chapters = {(row["set"], row["split"], row["model"]) for row in results["leaderboards"]}
-    text = f"Ways of choosing negatives, equally tuned: {len(plan['methods'])} methods, {len(chapters)} chapters."
+    written = f"{len(chapters)} chapter{'s' * (len(chapters) != 1)}"
+    text = f"Ways of choosing negatives, equally tuned: {len(plan['methods'])} methods, {written}."
     return Page("The book", _lead(results, text), sections)
 
 
