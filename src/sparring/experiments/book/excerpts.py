@@ -198,7 +198,7 @@ def _front_note(book: Results, key: Chapter, varied: Sequence[int], kept: int, m
 
 def _budget(plan: Mapping[str, Any]) -> str:
     changes = "".join(f", {name}={value}" for name, value in plan["changes"].items())
-    return f"every method has {plan['trials']} trials and {plan['seeds']} seeds{changes}"
+    return f"every trained method has {plan['trials']} trials and {plan['seeds']} seeds{changes}"
 
 
 def findings(book: Results, words: Sequence[str]) -> str:
