@@ -218,3 +218,22 @@ def test_mixtures_need_hidden_layers() -> None:
         Retriever(IdTower(3, 5), IdTower(4, 5)).encode_mixtures(torch.zeros(1, 2).long(), torch.ones(1, 1, 2), 1)
     with pytest.raises(ValueError, match="0 to 1"):
         FeatureTower(6, 5, some_features(), (7,)).mixtures(torch.zeros(1, 2).long(), torch.ones(1, 1, 2), 2)
+
+
+def test_an_item_of_many_queries_is_encoded_once() -> None:
+    """Candidates of each query have the vectors and gradients of one row at a time, and the layers see each item once."""
+    tower = Perceptron(IdTower(7, 4), (6,), 5)
+    ids, pull = torch.tensor([[3, 1, 3], [1, 6, 3]]), torch.randn(2, 3, 5)
+    seen: list[int] = []
+    tower.layers.register_forward_hook(lambda _module, inputs, _output: seen.append(len(inputs[0])))
+
+    def gradients(vectors: torch.Tensor) -> list[torch.Tensor]:
+        tower.zero_grad()
+        (vectors * pull).sum().backward()
+        return [weight.grad.to_dense().clone() for weight in tower.parameters() if weight.grad is not None]
+
+    together = tower(ids)
+    assert seen == [3]
+    alone = torch.stack([torch.cat([tower(item.view(1)) for item in row]) for row in ids])
+    torch.testing.assert_close(together, alone)
+    torch.testing.assert_close(gradients(together), gradients(alone))

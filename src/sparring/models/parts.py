@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sparring.core.errors import UserError
 from sparring.data.features import Features, TagColumn
@@ -169,6 +170,9 @@ class Perceptron(Joint):
         return self.parts[0]
 
     def forward(self, ids: Tensor, context: Context | None = None) -> Tensor:
+        if context is None and ids.dim() > 1 and not ids.is_cuda:  # candidates of each query: encode each item once
+            distinct, which = torch.unique(ids, return_inverse=True)
+            return F.embedding(which, self.layers(self.each(distinct, None)[0]))
         vectors: Tensor = self.layers(self.each(ids, context)[0])
         return vectors
 
