@@ -221,7 +221,7 @@ def test_mixtures_need_hidden_layers() -> None:
 
 
 def test_an_item_of_many_queries_is_encoded_once() -> None:
-    """Candidates of each query have the vectors and gradients of one row at a time, and the layers see each item once."""
+    """Candidates of each query have vectors and gradients as if alone; the layers see each item once."""
     tower = Perceptron(IdTower(7, 4), (6,), 5)
     ids, pull = torch.tensor([[3, 1, 3], [1, 6, 3]]), torch.randn(2, 3, 5)
     seen: list[int] = []
