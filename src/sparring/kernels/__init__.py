@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from sparring.kernels import chunked, mixtures_chunked, reference
 from sparring.kernels.native import logsumexp
+from sparring.kernels.native import mixtures as native_mixtures
 from sparring.kernels.reference import ExcludedKeys, ExcludedPairs, Mix, logits
 
 __all__ = [
@@ -58,7 +59,8 @@ def weighted_logsumexp(
             from sparring.kernels import mixtures
 
             return mixtures.weighted_logsumexp(q, emb, log_w, places if isinstance(places, ExcludedKeys) else None, mix)
-        return mixtures_chunked.weighted_logsumexp(q, emb, log_w, places, mix)
+        mixed = native_mixtures.weighted_logsumexp(q, emb, log_w, places, mix)
+        return mixtures_chunked.weighted_logsumexp(q, emb, log_w, places, mix) if mixed is None else mixed
     keys = places if isinstance(places, ExcludedKeys) else None
     if fuses(q, emb, log_w, places is None or keys is not None):
         from sparring.kernels import fused

@@ -10,26 +10,30 @@
 
 namespace sparring {
 
-inline float exp2_of(float x) {
+// Of a number, or of a vector of them with as many integers in an Int.
+template <typename Float, typename Int>
+__attribute__((always_inline)) inline Float exp2_as(Float x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the last bits
-    const float low = x > -126.0f ? x : -126.0f;
-    const float shifted = low + magic;
-    const float f = low - (shifted - magic);
-    float y = 1.535336188319500e-4f;
-    y = y * f + 1.339887440266574e-3f;
+    const Float zero{}, least = zero - 126.0f;
+    const Float low = x > least ? x : least;
+    const Float shifted = low + magic;
+    const Float f = low - (shifted - magic);
+    Float y = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
     y = y * f + 9.618437357674640e-3f;
     y = y * f + 5.550332471162809e-2f;
     y = y * f + 2.402264791363012e-1f;
     y = y * f + 6.931472028550421e-1f;
     y = y * f + 1.0f;
-    int32_t n, bits;
-    std::memcpy(&n, &shifted, 4);
-    std::memcpy(&bits, &y, 4);
+    Int n, bits;
+    std::memcpy(&n, &shifted, sizeof(n));
+    std::memcpy(&bits, &y, sizeof(bits));
     bits += n << 23;  // the low bits of `shifted` hold n; the others leave the word
-    float power;
-    std::memcpy(&power, &bits, 4);
-    return x > -126.0f ? power : 0.0f;
+    Float power;
+    std::memcpy(&power, &bits, sizeof(power));
+    return x > least ? power : zero;
 }
+
+inline float exp2_of(float x) { return exp2_as<float, int32_t>(x); }
 
 // The nearest bfloat16, ties to even; for finite numbers.
 inline uint16_t bf16_of(float x) {
