@@ -27,6 +27,7 @@ constexpr double LN2 = 0.693147180559945309417;
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr int64_t ALONE = 32768;    // pairs up to which one thread is fastest
 constexpr int64_t SUMMED = 16;      // groups whose exponentials are summed in float32
+constexpr int64_t DEPTH = 128;      // terms summed in registers before they join the others
 constexpr int64_t QUERIES = 2 * LANES;  // of a block: the scores of 5,000 candidates stay in an L2 cache of 1 MB
 
 struct Groups {
@@ -169,5 +170,43 @@ extern "C" int sparring_mixtures(const float *q, const float *emb, const float *
     constexpr decltype(&run<1>) RUN[] = {run<1>, run<2>, run<3>, run<4>, run<5>, run<6>, run<7>, run<8>};
     if (size < 1 || size > 8) return 1;
     RUN[size - 1](q, emb, log_w, n, c, d, all, kept, half, total, result);
+    return 0;
+}
+
+// of_query (n, width) += the transpose of the pull (c, n) times emb (c, width), and of_candidate (c, width) += the pull
+// times rows (n, width). The width is a multiple of QUERIES. The pull has `stride` columns and c rounded up to ROWS rows,
+// and the sums have n and c rounded up to ROWS rows, of which the last are left undefined. Each row is summed by one
+// thread, so results do not depend on the number of threads.
+extern "C" int sparring_mixtures_gradients(const float *pull, const float *emb, const float *rows, int64_t n,
+                                           int64_t c, int64_t stride, int64_t width, float *of_query,
+                                           float *of_candidate) {
+    const auto onto = [=](float *to) {
+        return [=](int m, int v, Vector sum) {
+            float *at = to + m * width + v * LANES;
+            store(at, load(at) + sum);
+        };
+    };
+    const bool parallel = n * c > ALONE;
+#pragma omp parallel if (parallel)
+    {
+        for (int64_t k = 0; k < c; k += DEPTH) {
+#pragma omp for schedule(static) nowait
+            for (int64_t i = 0; i < n; i += ROWS) {
+                for (int64_t w = 0; w < width; w += QUERIES) {
+                    tile<2, true>(pull + k * stride + i, stride, emb + k * width + w, width, std::min(DEPTH, c - k),
+                                  onto(of_query + i * width + w));
+                }
+            }
+        }
+        for (int64_t k = 0; k < n; k += DEPTH) {
+#pragma omp for schedule(static) nowait
+            for (int64_t j = 0; j < c; j += ROWS) {
+                for (int64_t w = 0; w < width; w += QUERIES) {
+                    tile<2, false>(pull + j * stride + k, stride, rows + k * width + w, width,
+                                   std::min(DEPTH, n - k), onto(of_candidate + j * width + w));
+                }
+            }
+        }
+    }
     return 0;
 }

@@ -21,6 +21,7 @@ from sparring.kernels.native.library import function, plain
 from sparring.kernels.reference import NEVER, ExcludedKeys, ExcludedPairs, Mix
 
 _NAME = "mixtures", "ppplllplllfpplpppp"
+_GRADIENTS = "mixtures_gradients", "pppllllpp"
 _ROWS, _QUERIES = 8, 32  # multiples of the kernel's on every processor
 _MEMBERS = 8  # of a group, at most
 
@@ -55,7 +56,7 @@ class _Problem:
 
     def pull(self, rows: int, dtype: torch.dtype) -> Tensor:
         """Room for the pull of all candidates on so many queries; to be returned."""
-        return chunked.spare.take(self.q.new_empty(0, dtype=dtype), len(self.emb), _up(rows))
+        return chunked.spare.take(self.q.new_empty(0, dtype=dtype), len(self.padded), _up(rows))
 
     def sums(self, low: int, high: int, pull: Tensor | None) -> tuple[Tensor, Tensor]:
         """Totals and results (rows,) of queries low to high; fills the pull if it is given."""
@@ -95,7 +96,6 @@ class _MixedLogSumExp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         _ = ctx.saved_tensors  # raises if they were changed in place
         problem, total = ctx.problem, ctx.total
-        by_query, by_candidate = ctx.needs_input_grad[:2]
         factor = torch.where(total > 0, grad / total, 0.0).unsqueeze(1)
         of_query, of_candidate = torch.empty_like(problem.q), torch.zeros_like(problem.emb)
         for low, high in problem.chunks():
@@ -103,14 +103,32 @@ class _MixedLogSumExp(torch.autograd.Function):
             if pull is None:
                 pull = problem.pull(high - low, torch.float32)
                 problem.sums(low, high, pull)
-            part = pull[:, : high - low]
-            if by_query:
-                of_query[low:high] = (part.T @ problem.emb.to(part.dtype)) * factor[low:high]
-            if by_candidate:
-                of_candidate += part @ (problem.q[low:high] * factor[low:high]).to(part.dtype)
+            rows = problem.q[low:high] * factor[low:high]
+            part, more = (_halves if pull.dtype == torch.bfloat16 else _floats)(pull, problem.emb, rows)
+            of_query[low:high] = part * factor[low:high]
+            of_candidate += more
             chunked.spare.give(pull)
         ctx.kept = None  # a second backward pass computes the exponentials again
-        return of_query if by_query else None, of_candidate if by_candidate else None, None, None, None
+        return of_query, of_candidate, None, None, None
+
+
+def _halves(pull: Tensor, emb: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The transpose of the pull times emb (rows, D), and the pull times rows (C, D), with products in bfloat16."""
+    pull = pull[: len(emb), : len(rows)]
+    return (pull.T @ emb.bfloat16()).float(), (pull @ rows.bfloat16()).float()
+
+
+def _floats(pull: Tensor, emb: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in float32."""
+    kernel = function(*_GRADIENTS)
+    assert kernel is not None
+    d, more = emb.shape[1], -emb.shape[1] % _QUERIES
+    emb, rows = (F.pad(x, (0, more)) if more else x for x in (emb, rows))
+    of_query, of_candidate = rows.new_zeros(pull.shape[1], d + more), emb.new_zeros(len(pull), d + more)
+    sizes = len(rows), len(emb), pull.shape[1], d + more
+    given, made = (pull, emb, rows), (of_query, of_candidate)
+    kernel(*(x.data_ptr() for x in given), *sizes, *(x.data_ptr() for x in made))
+    return of_query[: len(rows), :d], of_candidate[: len(emb), :d]
 
 
 def _marks(places: ExcludedPairs | None, low: int, high: int, columns: int) -> Tensor | None:
