@@ -338,3 +338,23 @@ def test_codes_are_learned_from_a_sample(monkeypatch: pytest.MonkeyPatch) -> Non
     truth = Index(VECTORS, IDS).search(QUERIES, 10)[1]
     found = index.search(QUERIES, 10)[1]
     assert np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found, truth, strict=True)]) > 0.9
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_few_queries_are_refined_without_their_hidden_items(batch: int) -> None:
+    """A small batch over all cells lists the best items by exact score, without hidden and removed ones."""
+    pytest.importorskip("faiss")
+    rng, k = np.random.default_rng(6), 10
+    vectors, q = rng.standard_normal((3000, 16), np.float32), rng.standard_normal((batch, 16), np.float32)
+    made = faiss_backends.make("ivfsq", vectors, faiss_backends.cells(vectors, 0))
+    index = Index(vectors, np.arange(3000), "ivfsq", made, Effort(made.nlist, 4.0))
+    exact = q.astype(np.float64) @ vectors.T.astype(np.float64)
+    best = np.argsort(-exact, axis=1)
+    hidden = [best[row, : row % 33 : 2] for row in range(batch)]  # at most 16 of them, as a service has
+    index.remove(best[0, 1:2])
+    scores, found = index.search(q, k, hidden)
+    for row in range(batch):
+        left = [item for item in best[row].tolist() if item not in {*hidden[row].tolist(), int(best[0, 1])}][:k]
+        assert found[row].tolist() == left
+        assert np.array_equal(scores[row], exact[row, left].astype(np.float32))
+    assert index._search_few(q, k, hidden, index._changes.gone) is not None
