@@ -106,6 +106,14 @@ def test_values_and_gradients(shape: tuple[int, ...], form: str) -> None:
         close(*both(q, emb, weights(weight, g * m, random), places, Mix(share, groups, -0.8)), form)
 
 
+def test_weights_of_any_sign(form: str) -> None:
+    """Mixtures beyond their members, whose logits the largest candidate does not bound."""
+    q, emb, share, random = problem((33, 7, 5, 14, 9), scale=6.0)
+    log_w, out = torch.randn(35, generator=random), excluded("mask", 33, 35, random)
+    for weights in (3 * share, 2 * share - 0.3):
+        close(*both(q, emb, log_w, out, Mix(weights, None, 0.5)), form)
+
+
 def test_scores_far_apart(form: str) -> None:
     """Scores in the hundreds neither overflow nor vanish, and an excluded or worthless one never sets the maximum."""
     q, emb, share, random = problem((9, 10, 5, 14, 8), scale=60.0)
@@ -115,6 +123,8 @@ def test_scores_far_apart(form: str) -> None:
     got, want = both(q, emb, log_w, (torch.arange(9), best), Mix(share, (torch.arange(9), best // 5)))
     assert torch.allclose(got[0].double(), want[0], rtol=1e-5, atol=1e-4)
     assert all(torch.isfinite(x).all() for x in got)
+    for mine, theirs in zip(got[1:], want[1:], strict=True):
+        assert float((mine - theirs).norm()) <= (4e-3 if form == "half" else 1e-4) * float(theirs.norm())
 
 
 def test_recomputed_in_chunks(form: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ constexpr float NEVER = -std::numeric_limits<float>::infinity();
 constexpr float ALIVE = -1e15f;     // as in reference.py
 constexpr double LN2 = 0.693147180559945309417;
 constexpr float LOG2E = 1.44269504088896340736f;
+constexpr double SMALL = 0x1p-40;   // a smaller sum of exponentials, over those of a bound, is taken over the largest
 constexpr int64_t ALONE = 32768;    // pairs up to which one thread is fastest
 constexpr int64_t SUMMED = 16;      // groups whose exponentials are summed in float32
 constexpr int64_t DEPTH = 128;      // terms summed in registers before they join the others
@@ -36,7 +37,20 @@ struct Groups {
     float offset;
     const uint8_t *out, *mixed_out;  // candidates and groups by queries that never count, or absent
     int64_t stride;                  // of both and of the exponentials
+    bool convex;                     // no weight is negative, and those of a mixture add up to 1 at most
 };
+
+bool convex(const float *weights, int64_t mixtures, int64_t size) {
+    for (int64_t v = 0; v < mixtures; v++) {
+        float sum = 0;
+        for (int64_t m = 0; m < size; m++) {
+            if (!(weights[v * size + m] >= 0)) return false;
+            sum += weights[v * size + m];
+        }
+        if (sum > 1.0001f) return false;
+    }
+    return true;
+}
 
 // 0 for queries that count, -inf for the others
 __attribute__((always_inline)) inline Vector dropped(const uint8_t *out) {
@@ -50,6 +64,18 @@ __attribute__((always_inline)) inline Vector mixture(const float *weights, const
 #pragma GCC unroll 8
     for (int m = 0; m < SIZE; m++) sum += weights[m] * scores[m];
     return sum;
+}
+
+// Of LANES queries: no logit is larger, whichever of them count. Mixtures with convex weights are not above their
+// largest member, or 0, plus the offset.
+Vector bound(const float *scores, int64_t c, float offset) {
+    Vector top = load(scores);
+    for (int64_t j = 1; j < c; j++) {
+        const Vector s = load(scores + j * QUERIES);
+        top = s > top ? s : top;
+    }
+    const Vector mixed = (top > 0 ? top : Vector{}) + offset;
+    return mixed > top ? mixed : top;
 }
 
 // Of LANES queries from `at` on: the largest logit, and with it the sum of exponentials. `scores` has QUERIES columns;
@@ -142,9 +168,14 @@ void run(const float *q, const float *emb, const float *log_w, int64_t n, int64_
             score(emb, block.data(), log_w, c, d, scores.data());
             for (int64_t at = low; at < std::min(low + QUERIES, n); at += LANES) {
                 const float *part = scores.data() + at - low;
-                const Vector top = largest<SIZE>(part, groups, at);
                 double sum[LANES] = {};
-                exponentials<SIZE>(part, groups, at, top, sum, kept, half);
+                Vector top = groups.convex ? bound(part, groups.n * SIZE, groups.offset) : Vector{};
+                if (groups.convex) exponentials<SIZE>(part, groups, at, top, sum, kept, half);
+                if (!groups.convex || *std::min_element(sum, sum + LANES) < SMALL) {
+                    std::fill_n(sum, LANES, 0.0);
+                    top = largest<SIZE>(part, groups, at);
+                    exponentials<SIZE>(part, groups, at, top, sum, kept, half);
+                }
                 for (int64_t i = at; i < std::min(at + LANES, n); i++) {
                     total[i] = float(sum[i - at]);
                     result[i] = float((double(top[i - at]) + std::log2(sum[i - at])) * LN2);
@@ -166,7 +197,7 @@ extern "C" int sparring_mixtures(const float *q, const float *emb, const float *
                                  const float *weights, int64_t groups, int64_t made, int64_t size, float offset,
                                  const uint8_t *out, const uint8_t *mixed_out, int64_t stride, float *kept,
                                  uint16_t *half, float *total, float *result) {
-    const Groups all{weights, groups, made, offset, out, mixed_out, stride};
+    const Groups all{weights, groups, made, offset, out, mixed_out, stride, convex(weights, groups * made, size)};
     constexpr decltype(&run<1>) RUN[] = {run<1>, run<2>, run<3>, run<4>, run<5>, run<6>, run<7>, run<8>};
     if (size < 1 || size > 8) return 1;
     RUN[size - 1](q, emb, log_w, n, c, d, all, kept, half, total, result);

@@ -97,7 +97,7 @@ class _MixedLogSumExp(torch.autograd.Function):
         _ = ctx.saved_tensors  # raises if they were changed in place
         problem, total = ctx.problem, ctx.total
         factor = torch.where(total > 0, grad / total, 0.0).unsqueeze(1)
-        of_query, of_candidate = torch.empty_like(problem.q), torch.zeros_like(problem.emb)
+        of_query, of_candidate = torch.empty_like(problem.q), None
         for low, high in problem.chunks():
             pull = ctx.kept
             if pull is None:
@@ -106,10 +106,10 @@ class _MixedLogSumExp(torch.autograd.Function):
             rows = problem.q[low:high] * factor[low:high]
             part, more = (_halves if pull.dtype == torch.bfloat16 else _floats)(pull, problem.emb, rows)
             of_query[low:high] = part * factor[low:high]
-            of_candidate += more
+            of_candidate = more if of_candidate is None else of_candidate.add_(more)
             chunked.spare.give(pull)
         ctx.kept = None  # a second backward pass computes the exponentials again
-        return of_query, of_candidate, None, None, None
+        return of_query, torch.zeros_like(problem.emb) if of_candidate is None else of_candidate, None, None, None
 
 
 def _halves(pull: Tensor, emb: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,15 +135,17 @@ def _marks(places: ExcludedPairs | None, low: int, high: int, columns: int) -> T
     """The excluded pairs of queries low to high as marks (columns, queries), with queries rounded up."""
     if places is None:
         return None
-    marks = torch.zeros(columns, _up(high - low), dtype=torch.bool)
+    marks = torch.empty(columns, _up(high - low), dtype=torch.bool)
+    used = marks[:, : high - low]
     if isinstance(places, ExcludedKeys):
-        torch.eq(places.columns.unsqueeze(1), places.rows[low:high], out=marks[:, : high - low])
+        torch.eq(places.columns.unsqueeze(1), places.rows[low:high], out=used)
     elif isinstance(places, Tensor):
-        marks[:, : high - low] = places[low:high].T
+        used.copy_(places[low:high].T)
     else:
         rows, chosen = places
         inside = (rows >= low) & (rows < high)
-        marks[chosen[inside], rows[inside] - low] = True
+        used.fill_(False)[chosen[inside], rows[inside] - low] = True
+    marks[:, high - low :] = False
     return marks
 
 
