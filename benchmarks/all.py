@@ -5,8 +5,8 @@
     python benchmarks/all.py --only in_batch,null_test
 
 A line of output that ends in "yes" or "NO" is a claim. The scripts listed below are run; --only may name any other one
-that takes --threads, or on a GPU --device. Scripts that take long (in_batch.py, null_test.py, xir_table.py) are run
-that way or by hand.
+that takes --threads, or on a GPU --device. Scripts that take long (in_batch.py, null_book.py, null_test.py,
+xir_table.py) are run that way or by hand.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ ROOT = Path(__file__).parents[2]
 PLAN = """
 trials = 2
 design = 1
-seeds = 2
+rungs = [[1, 1]]
+repetitions = 2
 repeated = ["ssl_pop"]
 
 [settings]
@@ -97,14 +98,14 @@ def read_book(out: Path) -> dict[str, Any]:
     return dict(json.loads((out / "book.json").read_text()))
 
 
-def folder(out: Path, where: str, method: str, seed: int) -> Path:
+def folder(out: Path, where: str, method: str, repetition: int) -> Path:
     model = "solved" if method == "popularity" else "tables"
-    return out / "runs" / model / f"{where}-random" / method.replace(" ", "-") / str(seed)
+    return out / "runs" / model / f"{where}-random" / method.replace(" ", "-") / str(repetition) / "0"
 
 
 def stored(out: Path, where: str, method: str, metric: str = "ndcg@20") -> np.ndarray:
-    """(seeds, queries) values from the run folders."""
-    paths = (folder(out, where, method, seed) / "per_query.parquet" for seed in (0, 1))
+    """(repetitions, queries) values from the run folders."""
+    paths = (folder(out, where, method, repetition) / "per_query.parquet" for repetition in (0, 1))
     return np.stack([pl.read_parquet(path)[metric].to_numpy() for path in paths if path.exists()]).astype(float)
 
 
@@ -118,7 +119,8 @@ def test_the_plan_of_the_project_can_be_run() -> None:
     for cell in book.cells:
         settings.resolve(finding.find(cell.method.recipe), book.method(cell).settings, plan.base(cell.model))
     assert plan.trials >= 20
-    assert plan.seeds >= 5
+    assert plan.repetitions >= 5
+    assert plan.rungs == ([8, 7], [24, 2])
     units = {name: each.tau_unit for name, each in plan.methods.items() if each.tau_unit != 1}
     assert units == {"xir": 2.0, "bir": 2.0, "psl": 0.5}
     assert {"popularity", "ease", "ials", "full_softmax"} <= set(plan.methods)
@@ -163,6 +165,9 @@ def test_unknown_names_are_one_line(plan_file: Path, tmp_path: Path, refused: Ca
         (PLAN.replace('better = "xir"', 'better = "xirr"'), "'xirr'"),
         (PLAN.replace("tau_unit", "tau_units"), "'tau_units'"),
         (PLAN.replace("trials = 2", "trial = 2"), "'trial'"),
+        (PLAN.replace("[[1, 1]]", "[[1, 3]]"), "rungs"),
+        (PLAN.replace("[[1, 1]]", "[[2, 2], [1, 1]]"), "rungs"),
+        (PLAN.replace("epochs = 2", "epochs = 2\neval_every = 2"), "eval_every"),
         (PLAN.replace('splits = ["random"]', 'splits = ["often"]'), "'often'"),
         (PLAN.replace('place = "world:200x120"\n', ""), "sets.first"),
         (PLAN.replace("[methods.uns]", "[methods.unns]"), "unns"),
@@ -182,15 +187,27 @@ def test_a_part_of_a_plan_keeps_popularity_and_repetitions(plan_file: Path) -> N
 # The runs
 
 
+def trials_of(out: Path, where: str, method: str, repetition: int) -> list[dict[str, Any]]:
+    path = folder(out, where, method, repetition).parent / "tune" / "trials.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_every_method_has_the_same_trials_and_seeds(made: Path) -> None:
-    """Methods have two trials each, XIR at twice the temperature; the repetition has other seeds throughout."""
+    """Methods have two trials each, XIR at twice the temperature; every repetition has seeds of its own throughout."""
     for where in ("first", "second"):
         trials = {}
         for method in METHODS:
-            lines = (folder(made, where, method, 0).parent / "tune" / "trials.jsonl").read_text().splitlines()
-            trials[method] = [json.loads(line) for line in lines]
-            seeds = [read_meta(folder(made, where, method, seed))["setup"]["seed"] for seed in (0, 1)]
+            trials[method] = trials_of(made, where, method, 0)
+            seeds = [read_meta(folder(made, where, method, r))["setup"]["seed"] for r in (0, 1)]
             assert seeds == ([SHIFT, SHIFT + 1] if method == "ssl_pop again" else [0, 1])
+            others = trials_of(made, where, method, 1)
+            assert [t["value"] for t in trials[method]] != [t["value"] for t in others]
+            for r, tried in enumerate((trials[method], others)):
+                assert sorted((t["rung"], t["epochs"]) for t in tried) == [(0, 1), (1, 2)]
+                (winner,) = (t for t in tried if t["rung"] == 1)
+                setup = read_meta(folder(made, where, method, r))["setup"]
+                chosen_lr, chosen_tau = setup["training"]["lr"], setup["temperature"]["tau"]
+                assert (chosen_lr, chosen_tau) == (winner["settings"]["lr"], winner["settings"]["tau"])
         assert {len(each) for each in trials.values()} == {2}
         taus = {name: [trial["settings"]["tau"] for trial in each] for name, each in trials.items()}
         assert taus["xir"] == pytest.approx([2 * tau for tau in taus["ssl_pop"]])
@@ -225,7 +242,8 @@ def test_a_book_goes_on_after_a_kill_and_a_budget(
     before = (folder(out, "first", "uns", 0) / "result.json").stat().st_mtime_ns
     ran.clear()
     assert main(part) == 0
-    assert ran == [f"first random tables {name}" for name in ("uns", "ssl_pop", "ssl_pop again")]
+    left = [f"first random tables {name} {r}" for name in ("uns", "ssl_pop", "ssl_pop again") for r in (0, 1)]
+    assert ran == left[1:]
     assert (folder(out, "first", "uns", 0) / "result.json").stat().st_mtime_ns == before
     assert read_book(out)["left"] == []
     for method in ("uns", "ssl_pop", "ssl_pop again"):
@@ -236,13 +254,13 @@ def test_a_book_goes_on_after_a_kill_and_a_budget(
 
 
 def test_a_failed_cell_harms_no_other(plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method that cannot be trained is reported, the others are done, and the code is 1."""
+    """A method that cannot be trained is reported once a repetition, the others are done, and the code is 1."""
     run_here(monkeypatch)
     text = PLAN.replace("[methods.uns]\nsettings = { n = 32 }", "[methods.shown]\n").replace("[claims", "[claims")
     (tmp_path / "plan.toml").write_text(text.replace('repeated = ["ssl_pop"]', 'reference = "ssl_pop"'))
 
     def no_rows(*arguments: Any) -> None:
-        if arguments[2].name == "shown":
+        if arguments[3].name == "shown":
             raise UserError("no shown items")
 
     monkeypatch.setattr(study, "_tune_one", no_rows)
@@ -250,7 +268,7 @@ def test_a_failed_cell_harms_no_other(plan_file: Path, tmp_path: Path, monkeypat
     more = ("--sets", "first", "--methods", "shown,ssl_pop")
     assert main(words(tmp_path / "plan.toml", tmp_path / "out", *more)) == 1
     book = read_book(tmp_path / "out")
-    assert [(each["recipe"], each["error"]) for each in book["failures"]] == [("shown x tables", "no shown items")]
+    assert [(each["recipe"], each["error"]) for each in book["failures"]] == 2 * [("shown x tables", "no shown items")]
     assert {row["method"] for row in book["leaderboards"]} == {"popularity", "ssl_pop"}
 
 
@@ -286,15 +304,15 @@ def test_leaderboards_equal_the_folders(made: Path) -> None:
         mine = stored(made, row["set"], row["method"], row["metric"])
         theirs = stored(made, row["set"], "uns", row["metric"])
         assert row["mean"] == pytest.approx(mine.mean(), rel=1e-5)
-        assert row["seeds"] == len(mine) == (1 if row["method"] == "popularity" else 2)
+        assert row["repetitions"] == len(mine) == (1 if row["method"] == "popularity" else 2)
         seconds = [result_json(folder(made, row["set"], row["method"], s))["train_seconds"] for s in range(len(mine))]
         assert row["seconds"] == pytest.approx(np.mean(seconds))
         if row["method"] == "uns":
             assert (row["verdict"], row["difference"]) == ("reference", None)
             continue
         assert row["difference"] == pytest.approx(mine.mean() - theirs.mean(), rel=1e-4, abs=1e-7)
-        by_seed = (mine - theirs).mean(1)
-        assert row["p"] >= scipy.stats.ttest_1samp(by_seed, 0).pvalue - 1e-6
+        by_repetition = (mine - theirs).mean(1)
+        assert row["p"] >= scipy.stats.ttest_1samp(by_repetition, 0).pvalue - 1e-6
         assert row["d_low"] < row["difference"] < row["d_high"]
     for where in ("first", "second"):
         own = {r["method"]: r for r in rows if (r["set"], r["metric"]) == (where, "ndcg@20")}
@@ -314,7 +332,7 @@ def test_every_run_is_recorded(made: Path, plan_file: Path) -> None:
         lines = list(csv.DictReader(file))
     assert len(book["runs"]) == len(lines) == 2 * (1 + 4 * 2)
     for run, line in zip(book["runs"], lines, strict=True):
-        place = folder(made, run["set"], run["method"], run["seed"])
+        place = folder(made, run["set"], run["method"], run["repetition"])
         assert run["test"] == metrics_of(place)
         assert float(line["ndcg@20"]) == run["test"]["ndcg@20"]
         assert run["commit"] == line["commit"] == running.commit()
@@ -409,7 +427,7 @@ def test_commands_repeat_a_cell(made: Path) -> None:
     for row in read_book(made)["leaderboards"]:
         args, rest = parser()[0].parse_known_args(shlex.split(row["command"])[1:])
         assert not rest
-        assert (args.sets, args.trials, args.seeds) == ((row["set"],), 2, 2)
+        assert (args.sets, args.trials, args.repetitions) == ((row["set"],), 2, 2)
         args, rest = parser()[0].parse_known_args(shlex.split(row["train"])[1:])
         assert not rest
         meta = read_meta(folder(made, row["set"], row["method"], 0))

@@ -41,7 +41,7 @@ def made_up(means: dict[str, tuple[float, ...]] | None = None) -> dict[str, Any]
                 verdict = "better" if difference > 0 else "worse"
             row = {"set": where, "split": split, "model": model, "method": name, "mean": values[place], "std": 0.001}
             row |= {"difference": difference, "d_low": difference - 0.01, "d_high": difference + 0.01, "p_holm": 0.5}
-            row |= {"relative": difference / base, "verdict": verdict, "seeds": 5, "seconds": 2.0}
+            row |= {"relative": difference / base, "verdict": verdict, "repetitions": 5, "seconds": 2.0}
             row |= {"solved": name in ("popularity", "ease"), "best_is_last": False, "catalogue_share": None}
             if name == "uns":
                 row |= dict.fromkeys(("difference", "d_low", "d_high", "relative", "p_holm"))
@@ -66,8 +66,9 @@ def made_up(means: dict[str, tuple[float, ...]] | None = None) -> dict[str, Any]
         "command": "sparring book --data-root data --out book",
         "plan": {
             "metric": "ndcg@20",
+            "repetitions": 5,
             "trials": 20,
-            "seeds": 5,
+            "rungs": [[8, 7], [24, 2]],
             "reference": "uns",
             "changes": {"dim": "32"},
             "methods": methods,
@@ -128,9 +129,9 @@ def test_front_orders_methods_by_their_difference() -> None:
     flat = " ".join(text.split())
     for words in (
         "Test ndcg@20, model tables;",
-        "20 trials and 5 seeds, dim=32",
+        "5 repetitions, each with 20 trials, dim=32",
         "0123456789ab",
-        "over seeds and queries",
+        "over repetitions and queries",
     ):
         assert words in flat
     assert max(map(len, text.splitlines())) <= 120

@@ -83,6 +83,81 @@ def test_trials_are_counted_kept_and_resumed(parts: Split, tmp_path: Path) -> No
     assert len(told) == 4
 
 
+RUNGS = ((1, 3), (2, 2))
+
+
+def test_rungs_prune_trials(parts: Split, tmp_path: Path) -> None:
+    """All trials train one epoch, the best three two, the best two of those to the end; each value by a fit here."""
+    from sparring.recipes.settings import build
+    from sparring.training.fitting import fit
+
+    base = QUICK.replaced(epochs=4, patience=None)
+    found = tune("uns", parts, 5, tmp_path, base=base, fixed=FIXED, device="cpu", rungs=RUNGS)
+    curves = []
+    for trial in found.trials:
+        run = build("uns", parts.train, {**FIXED, **trial.settings, "seed": tuning.TUNING_SEED}, base)
+        history = fit(run, Split(parts.train, parts.valid, None), device="cpu").history
+        curves.append([record[base.validation.select] for record in history])
+    by_first = sorted(range(5), key=lambda i: (-curves[i][0], i))[:3]
+    by_second = sorted(by_first, key=lambda i: (-max(curves[i][:2]), i))[:2]
+    winner = max(by_second, key=lambda i: (max(curves[i]), -i))
+    for i, trial in enumerate(found.trials):
+        rung = (i in by_first) + (i in by_second)
+        epochs = (1, 2, 4)[rung]
+        assert (trial.number, trial.rung, trial.epochs) == (i, rung, epochs)
+        assert trial.value == max(curves[i][:epochs])
+    assert (found.settings, found.value) == (found.trials[winner].settings, max(curves[winner]))
+
+
+def test_pruned_trials_are_resumed(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that is interrupted in any training ends like one that is not; finished trainings are kept."""
+    base = QUICK.replaced(epochs=3, patience=None)
+    asked: dict[str, Any] = {"base": base, "fixed": FIXED, "device": "cpu", "rungs": RUNGS}
+    whole = tune("uns", parts, 5, tmp_path / "whole", **asked)
+    real, calls = tuning.fit, 0
+
+    def every_third_is_killed(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise KeyboardInterrupt
+        return real(*args, **named)
+
+    monkeypatch.setattr(tuning, "fit", every_third_is_killed)
+    for _ in range(20):
+        try:
+            found = tune("uns", parts, 5, tmp_path / "cut", **asked)
+            break
+        except KeyboardInterrupt:
+            continue
+    assert found.settings == whole.settings
+    assert [dataclasses.replace(t, seconds=0) for t in found.trials] == [
+        dataclasses.replace(t, seconds=0) for t in whole.trials
+    ]
+    assert calls - calls // 3 == 5 + 3 + 2
+
+
+def test_a_training_that_ended_by_itself_is_not_repeated(
+    parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closed form trains once a trial, and the best of all trials wins, whatever the rungs; failures do not rise."""
+    real, calls = tuning.fit, 0
+
+    def counted(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise UserError("no memory")
+        return real(*args, **named)
+
+    monkeypatch.setattr(tuning, "fit", counted)
+    found = tune("ease", parts, 5, tmp_path, device="cpu", design=2, rungs=((8, 3), (24, 2)))
+    assert calls == 5
+    assert found.value == max(trial.value or 0 for trial in found.trials)
+    assert (found.trials[0].rung, found.trials[0].error) == (0, "no memory")
+    assert sorted(trial.rung for trial in found.trials) == [0, 0, 1, 2, 2]
+
+
 def test_every_method_tries_other_temperatures(parts: Split, tmp_path: Path) -> None:
     """After defaults and strong settings come the temperatures `taus`, or half and twice the default."""
     named, plain = (

@@ -35,10 +35,10 @@ def add_book(commands: Commands) -> None:
         group.add_argument(f"--{name}", type=names, default=(), metavar="NAME,NAME", help=text)
     text = "folder of data sets (default: $SPARRING_DATA)"
     group.add_argument("--data-root", type=Path, metavar="FOLDER", help=text)
-    text = "trials of each method on the validation part (default: the plan's, 20)"
+    text = "trials of each repetition on the validation part (default: the plan's, 20)"
     group.add_argument("--trials", type=count, metavar="N", help=text)
-    text = "seeds of each method's best settings (default: the plan's, 5)"
-    group.add_argument("--seeds", type=count, metavar="N", help=text)
+    text = "repetitions of each method, each tuned anew (default: the plan's, 5)"
+    group.add_argument("--repetitions", type=count, metavar="N", help=text)
     add_set(group, "change a setting of every method that has it: epochs=20 or dim=32; repeatable")
     group = parser.add_argument_group("execution")
     text = "end trainings after this time; the same command goes on later (default: no limit)"
@@ -76,7 +76,7 @@ def _plan(args: Namespace) -> Book:
     from sparring.experiments.book.running import Book, available, default_root
 
     plan = chosen(read_plan(args.plan), args.sets, args.splits, args.models, args.methods)
-    changes = {name: getattr(args, name) for name in ("trials", "seeds") if getattr(args, name) is not None}
+    changes = {name: getattr(args, name) for name in ("trials", "repetitions") if getattr(args, name) is not None}
     root = args.data_root or default_root()
     plan, absent = available(dataclasses.replace(plan, **changes), root, named=bool(args.sets))
     detail(args, *(f"left out: {reason}" for reason in absent))

@@ -8,6 +8,8 @@ d_sq = x_sq - y_sq. Three tests answer three questions:
     over seeds     d_s = mean_q d_sq, n = seeds: would newly trained models differ on these queries?
     over both      would newly trained models differ on other queries? `seeds_and_queries`: the one to report, and the
                    verdict of `sparring compare`. Its false-positive rate matches its level (benchmarks/null_test.py).
+                   A seed may stand for a complete repetition, tuning included: `sparring book` does so
+                   (benchmarks/null_book.py).
 
 With n seeds the sign-flip test over seeds cannot give a p-value below 2 / 2^n (0.0625 for five seeds). With few seeds
 the t-tests decide, which assume that means over all queries are about normal from seed to seed.

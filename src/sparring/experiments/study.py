@@ -107,6 +107,7 @@ class Study:
     after: Measure | None = None  # of finished runs, one at a time; for after.json
     alone: bool = False  # train one run at a time, so that times are comparable
     design: int = 0  # trials spread evenly over the search space, between the first ones and the sampler's
+    rungs: Sequence[tuple[int, int]] = ()  # epochs, and how many of the best trials go on after them
 
     def folder(self, data: str, method: Method, seed: int) -> Path:
         return self.out / data / method.folder / str(seed)
@@ -300,8 +301,7 @@ def _tune(study: Study, jobs: int, listener: Listener) -> list[Failure]:
     tuned = [(data, method) for data in study.data for method in study.tuned_methods(data.name)]
     for data, method in tuned:
         if len(study.read_trials(data.name, method)) < study.trials:
-            folder = study.trials_path(data.name, method).parent
-            work = (data, method, study.trials, folder, study.training, study.taus, study.design)
+            work = (study, data, method)
             tasks[data.name, method.name, "tuning"] = Task(f"{data.name} {method.name} tuning", _tune_one, work)
     failures = perform(tasks, len(tuned), "tuning", jobs, listener)
     failed = {(failure.data, failure.recipe) for failure in failures}
@@ -346,39 +346,30 @@ def _measurements(study: Study, after: Measure) -> Tasks:
     return tasks
 
 
-def _tune_one(
-    say: Say,
-    data: Dataset,
-    method: Method,
-    trials: int,
-    folder: Path,
-    training: Training,
-    taus: Sequence[float],
-    design: int,
-) -> None:
+def _tune_one(say: Say, study: Study, data: Dataset, method: Method) -> None:
     tune(
         method.recipe,
         data.split(0),
-        trials,
-        folder,
-        base=training.base or training.setup,
+        study.trials,
+        study.trials_path(data.name, method).parent,
+        base=study.training.base or study.training.setup,
         fixed=method.settings,
-        device=training.device,
+        device=study.training.device,
         seed=method.shift,
-        taus=taus,
+        taus=study.taus,
         unit=method.tau_unit,
-        design=design,
+        design=study.design,
+        rungs=study.rungs,
         say=say,
     )
 
 
-def run_cell(say: Say, study: Study, data: Dataset, method: Method, seeds: Sequence[int]) -> None:
+def run_cell(say: Say, study: Study, data: Dataset, method: Method) -> None:
     """Tune one method on one data set and train it with the seeds; trials and runs that exist are kept."""
-    folder = study.trials_path(data.name, method).parent
-    if study.trials and len(study.read_trials(data.name, method)) < study.trials:
-        _tune_one(say, data, method, study.trials, folder, study.training, study.taus, study.design)
+    if study.trials:
+        _tune_one(say, study, data, method)
     chosen = replace(method, settings={**method.settings, **study.tuned_settings(data.name, method)})
-    for seed in seeds:
+    for seed in study.seeds:
         if not finished(place := study.folder(data.name, method, seed)):
             _train_one(say, place, data, chosen, seed, study.training)
 

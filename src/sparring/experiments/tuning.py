@@ -4,6 +4,12 @@ After tuning, methods differ in their negatives and losses, not in how many lear
 are scored on the validation part alone and never receive the test part. The first trial has the recipe's defaults, the
 second the shared settings at values known to be strong, the next two half and twice its temperature; search_space.py
 defines the ranges. A failed trial counts: a method that diverges easily gets no extra trials.
+
+Rungs prune trials by one rule for all methods (successive halving): with rungs ((8, 7), (24, 2)) every trial trains 8
+epochs, the best 7 are trained for 24, and the best 2 of those until their training ends by itself. A method that learns
+slowly may lose a good setting at a low rung, so pages name the rungs.
+
+    Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization, AISTATS 2016.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from sparring.recipes.finding import Recipe, named
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 
 RANDOM = 4  # trials before the sampler learns from earlier ones
 TUNING_SEED = 10_000  # of every trial; final runs use 0, 1, ..., so none of them was tuned for
@@ -32,13 +39,28 @@ TUNING_SEED = 10_000  # of every trial; final runs use 0, 1, ..., so none of the
 
 @dataclass(frozen=True)
 class Trial:
-    """The settings of one trial, and its best validation score or the reason why there is none."""
+    """The settings of one trial, and its best validation score or the reason why there is none.
+
+    `rung` says how often it was among the best that go on; the value is that of its last training, which had `epochs`.
+    """
 
     number: int
     settings: dict[str, Any]
     value: float | None
     seconds: float
     error: str | None = None
+    epochs: int = 0
+    rung: int = 0
+
+    @property
+    def scored(self) -> bool:
+        return self.value is not None and math.isfinite(self.value)
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Sorts scored trials: the best last, the earlier in a tie."""
+        assert self.value is not None
+        return self.value, -self.number
 
 
 @dataclass(frozen=True)
@@ -67,15 +89,18 @@ def tune(
     taus: Sequence[float] = (),
     unit: float = 1.0,
     design: int = 0,
+    rungs: Sequence[tuple[int, int]] = (),
     say: Callable[[Trial], None] = lambda trial: None,
 ) -> TuningResult:
     """Try `trials` settings of a recipe on the validation part and return the best; resumes an interrupted call.
 
     After the first two trials come the second's settings at the temperatures `taus` (half and twice its own by
     default), `design` settings spread evenly over the space, then the sampler's choices. `unit` is the temperature that
-    is as sharp as 1 in other methods, and scales every temperature that is tried. Each finished trial is a line of
-    FOLDER/trials.jsonl. The sampler (TPE) is seeded with (seed, trial number) and reads the earlier trials, so a
-    resumed call ends exactly like an uninterrupted one. Needs the extra `tune` (Optuna).
+    is as sharp as 1 in other methods, and scales every temperature that is tried. Each rung (epochs, kept) ends the
+    trainings of its trials after that many epochs and lets the best `kept` go on. They are trained anew, unless they
+    had ended by themselves. Each trial is a line of FOLDER/trials.jsonl. The sampler (TPE) is seeded with (seed, trial
+    number) and reads the earlier trials, so a resumed call ends exactly like an uninterrupted one. Needs the extra
+    `tune` (Optuna).
 
         tune("xir", split, 20, "compare/a/tune").settings
 
@@ -98,33 +123,53 @@ def tune(
     first = first_trials(recipe, plain, parts.train, base, fixed, taus)
     first = [{**trial, "tau": unit * trial["tau"]} if "tau" in trial else trial for trial in first]
     first += space_filling(choices, design, seed)
-    while len(done) < trials:
-        number = len(done)
-        settings = _ask(optuna, done, distributions, seed, first[number] if number < len(first) else {})
-        started = time.perf_counter()
-        value, error = None, None
+    rungs = [(epochs, kept) for epochs, kept in rungs if kept < trials]
+    limits = [*(epochs for epochs, _ in rungs), None]
+
+    def trained(trial: Trial) -> Trial:
+        """The trial after a training up to the limit of its rung."""
+        started, limit = time.perf_counter(), limits[trial.rung]
+        epochs, value, error = list[object](), None, None
+        counting = TrainingProgress(epoch=epochs.append, stop=lambda: limit is not None and len(epochs) >= limit)
         try:
-            run = build(recipe, parts.train, {**fixed, **settings, "seed": TUNING_SEED + seed}, base)
+            run = build(recipe, parts.train, {**fixed, **trial.settings, "seed": TUNING_SEED + seed}, base)
             towers = replace(run, setup=run.setup.replaced(clf_epochs=0))  # trials are judged by the towers alone
-            history = fit(towers, parts, device=device, progress=False).history
+            history = fit(towers, parts, device=device, progress=counting).history
             select = run.setup.validation.select
             value = max(float(record[select]) for record in history if select in record)
         except (ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:
             error = first_line(failure)
-        done.append(Trial(number, settings, value, round(time.perf_counter() - started, 3), error))
-        lines = "".join(json.dumps(asdict(trial)) + "\n" for trial in done)
-        files.write_text(path, lines)
+        seconds = round(trial.seconds + time.perf_counter() - started, 3)
+        return replace(trial, value=value, seconds=seconds, error=error, epochs=len(epochs))
+
+    def keep(trial: Trial) -> None:
+        done[trial.number :] = [trial, *done[trial.number + 1 :]]
+        files.write_text(path, "".join(json.dumps(asdict(each)) + "\n" for each in done))
+
+    while len(done) < trials:
+        number = len(done)
+        settings = _ask(optuna, done, distributions, seed, first[number] if number < len(first) else {})
+        keep(trained(Trial(number, settings, None, 0.0)))
         say(done[-1])
-    return best(named(recipe), done[:trials])
+    done = done[:trials]
+    for rung, (epochs, kept) in enumerate(rungs, 1):
+        while sum(trial.rung >= rung for trial in done) < kept:
+            waiting = [trial for trial in done if trial.rung == rung - 1 and trial.scored]
+            if not waiting:
+                break
+            chosen = max(waiting, key=lambda trial: trial.order)
+            risen = replace(chosen, rung=rung)
+            keep(risen if chosen.epochs < epochs else trained(risen))
+    return best(named(recipe), done)
 
 
 def best(recipe: str, trials: list[Trial]) -> TuningResult:
-    """The best of the trials, the earliest in a tie."""
-    scored = [trial for trial in trials if trial.value is not None and math.isfinite(trial.value)]
+    """The best of the trials that went furthest, the earliest in a tie."""
+    scored = [trial for trial in trials if trial.scored]
     if not scored:
         last = trials[-1].error if trials else "none was made"
         raise UserError(f"all {len(trials)} trials of {recipe} failed; the last: {last}")
-    winner = max(scored, key=lambda trial: (trial.value, -trial.number))
+    winner = max(scored, key=lambda trial: (trial.rung, trial.order))
     assert winner.value is not None
     return TuningResult(winner.settings, winner.value, tuple(trials))
 

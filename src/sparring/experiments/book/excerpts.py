@@ -8,7 +8,7 @@
     claims          a table of claims: verdict, effect with interval
     leaderboards    a heading and a table for each chapter
     method NAME     a paragraph: the place, mean and difference to the reference in each chapter
-    made            commit, trials, seeds, hardware and command
+    made            commit, repetitions, trials, hardware and command
 
 The words name sets, splits or models, and choose chapters: `front random tables`. Without words all are shown.
 
@@ -189,8 +189,8 @@ def _front_note(book: Results, key: Chapter, varied: Sequence[int], kept: int, m
     if kept < methods:
         lines.append(f"Rows: the baselines, `{reference}` and the best others, {kept} of {methods} methods.")
     lines.append(
-        f"↑ and ↓: shown different from `{reference}`, by a test over seeds and queries together, at {100 * LEVEL:g} % "
-        "after Holm's correction over the methods of a column."
+        f"↑ and ↓: shown different from `{reference}`, by a test over repetitions and queries together, at "
+        f"{100 * LEVEL:g} % after Holm's correction over the methods of a column."
     )
     lines.append(f"Last column: the mean relative difference over sets. Commit {', '.join(book['commits'])}.")
     return _wrapped(" ".join(lines))
@@ -198,7 +198,7 @@ def _front_note(book: Results, key: Chapter, varied: Sequence[int], kept: int, m
 
 def _budget(plan: Mapping[str, Any]) -> str:
     changes = "".join(f", {name}={value}" for name, value in plan["changes"].items())
-    return f"every trained method has {plan['trials']} trials and {plan['seeds']} seeds{changes}"
+    return f"every method has {plan['repetitions']} repetitions, each with {plan['trials']} trials{changes}"
 
 
 def findings(book: Results, words: Sequence[str]) -> str:

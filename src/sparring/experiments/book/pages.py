@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparring.experiments.book.plan import SOLVED
 from sparring.experiments.book.results import NOT_SHOWN, REVERSED, SHOWN
 from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Block, Code, Facts, Figures, Links, Page, Paragraph, Points, Section, Sheet
 from sparring.experiments.report.tables import Column, Row, Table, text_columns
-from sparring.experiments.report.wording import command_lines
+from sparring.experiments.report.wording import command_lines, in_words
 
 TONES = {"better": "good", "worse": "bad", "reference": "plain", SHOWN: "good", REVERSED: "bad", NOT_SHOWN: "plain"}
 QUALITY = (  # narrow screens cut a row: the verdict comes first
@@ -21,7 +22,7 @@ QUALITY = (  # narrow screens cut a row: the verdict comes first
     Column("difference to the reference", "{difference:+.4f}[[ [{d_low:+.4f}, {d_high:+.4f}]]]"),
     Column("relative", "{relative:+.1%}"),
     Column("p (Holm)", "{p_holm:.2g}"),
-    Column("seeds", "{seeds}"),
+    Column("repetitions", "{repetitions}"),
 )
 COST = (
     *text_columns("method"),
@@ -34,13 +35,16 @@ COST = (
     Column("catalogue seen", "{catalogue_share:.1%}"),
 )
 READING = (
-    "Every method has the same split, the same number of trials on the validation part and the same seeds. A trial is "
-    "the recipe's defaults, strong settings, half and twice its temperature, a design that fills the space, then the "
-    "choices of a sampler. Temperatures are searched in each method's own unit. Training stops when the validation "
-    "metric has stopped rising. The test part is ranked once by each final run.",
-    "The difference has a 95 % interval over seeds and queries together; the verdict rests on it, after Holm's "
-    "correction over the methods of a chapter. A verdict is about these sets, this size of model and this amount of "
-    "tuning.",
+    "Every method has the same split and the same number of repetitions. A repetition is a complete tuning on the "
+    "validation part, with a search of its own seed, and one training of its choice, with a seed of its own. All have "
+    "the same number of trials: the recipe's defaults, strong settings, half and twice its temperature, a design that "
+    "fills the space, then the choices of a sampler. Temperatures are searched in each method's own unit. One rule "
+    "ends poor trials early, the same for every method; a method that learns slowly may lose a good setting by it. "
+    "Training stops when the validation metric has stopped rising. The test part is ranked once by each final run.",
+    "The difference has a 95 % interval over repetitions and queries together; the verdict rests on it, after Holm's "
+    "correction over the methods of a chapter. It sees three kinds of noise: the settings that a search happens to "
+    "choose, the seed of a training, and the queries. It does not see another split of the data. A verdict is about "
+    "these sets, this size of model and this amount of tuning.",
     "At equal time: the best validation metric that a method has reached after the seconds that the reference needs "
     "for its best epoch. Seconds are of training alone, on the device that the page names; with several jobs they "
     "include contention.",
@@ -164,7 +168,7 @@ def null_sentence(null: Mapping[str, Any]) -> str:
         return "No repeated method has finished, so the rate of false verdicts is not measured."
     interval = f"95 % interval {null['low']:.0%} to {null['high']:.0%}"
     return (
-        f"A method is called different from its own repetition, with other seeds of tuning and training, in "
+        f"A method is called different from itself, tuned and trained again, in "
         f"{null['different']} of {null['pairs']} cases ({null['rate']:.1%}, {interval}); 5 % are expected."
     )
 
@@ -181,11 +185,26 @@ def _effect(claim: Mapping[str, Any]) -> str:
 def book_facts(results: Mapping[str, Any]) -> dict[str, str]:
     """The metric, the budget and the commit of a book."""
     plan = results["plan"]
-    facts = {"metric": f"{plan['metric']}, of the complete catalogue", "trials": f"{plan['trials']} of each method"}
-    facts |= {"seeds": str(plan["seeds"]), "reference": plan["reference"], "runs": f"{len(results['runs']):,}"}
+    facts = {"metric": f"{plan['metric']}, of the complete catalogue"}
+    facts |= {"repetitions": f"{plan['repetitions']} of each method", "trials": trials_in_words(plan)}
+    facts |= {"reference": plan["reference"], "runs": f"{len(results['runs']):,}"}
     if plan["changes"]:
         facts["changed"] = ", ".join(f"{name}={value}" for name, value in plan["changes"].items())
     return facts | {"commit": ", ".join(results["commits"]), "left": f"{len(results['left'])} cells"}
+
+
+def trials_in_words(plan: Mapping[str, Any]) -> str:
+    """The trials of a repetition, and the rungs that prune them.
+
+    trials_in_words({"trials": 20, "rungs": [[8, 7]]})
+    # 20 in each repetition: all train 8 epochs, the best 7 until they stop rising
+    """
+    parts, going = [], "all"
+    for epochs, kept in plan["rungs"]:
+        if kept < plan["trials"]:
+            parts.append(f"{going} train {epochs} epochs")
+            going = f"the best {kept}" + " of them" * bool(len(parts) > 1)
+    return f"{plan['trials']} in each repetition: {', '.join([*parts, f'{going} train until they stop rising'])}"
 
 
 def _overall(out: Path, each: Mapping[str, Any], plan: Mapping[str, Any], links: Mapping[str, str]) -> Section:
@@ -297,12 +316,13 @@ def _set_page(out: Path, results: Mapping[str, Any], links: Mapping[str, str], n
             parts.append(Sheet(board, f"Test {metric}", TONES, links))
         parts.append(Sheet(Table(COST, own, f"validation {plan['metric']}, and training"), "Cost", links=links))
         parts.append(Figures(_set_figures(out, results, data, own)))
-        chosen = Table((*text_columns("method", "settings"), Column("failed trials", "{failed}")), own)
-        parts.append(Sheet(chosen, "Tuned settings", links=links))
+        parts.append(_chosen_settings([run for row in own for run in _runs(results, row)], ("method",), links))
+        failed = [f"{row['method']} {row['failed']} of {row['trials']}" for row in own if row["failed"]]
+        parts += [Paragraph(f"Failed trials: {', '.join(failed)}.")] if failed else []
         commands = "\n".join(str(row["command"]) for row in own)
         parts.append(Code(commands, "Repeat each cell: tune and train again"))
         trained = "\n".join(str(row["train"]) for row in own)
-        parts.append(Code(trained, "Train each alone, with the settings that were chosen"))
+        parts.append(Code(trained, "Train the first repetition of each alone, with the settings that it chose"))
         sections.append(Section(f"{data['split']}, {data['model']}", parts))
     if not sections:
         sections.append(Section("Nothing yet", (Paragraph("No cell of this set is done."),)))
@@ -335,14 +355,35 @@ def _set_figures(
     shown = [{**row, "recipe": row["method"]} for row in rows]
     reference = plan["reference"]
     bars = figures.bars(shown, names, reference)
-    drawn = [figures.save(bars, out / "figures", f"{key}-quality", "Test quality: mean and one deviation over seeds.")]
+    drawn = [
+        figures.save(bars, out / "figures", f"{key}-quality", "Test quality: mean and one deviation over repetitions.")
+    ]
     stepped = [str(row["method"]) for row in rows if not row["solved"]]
     histories = {name: _histories(results, data, name) for name in stepped}
     if any(histories.values()):
         curves = figures.curves(histories, plan["metric"], stepped, reference)
-        caption = f"Validation {plan['metric']} by epoch: the mean over seeds with one deviation."
+        caption = f"Validation {plan['metric']} by epoch: the mean over repetitions with one deviation."
         drawn.append(figures.save(curves, out / "figures", f"{key}-learning", caption))
     return drawn
+
+
+def _runs(results: Mapping[str, Any], row: Mapping[str, Any]) -> list[Row]:
+    """The runs of a row of a leaderboard, by repetition."""
+    model = SOLVED if row["solved"] else row["model"]
+    key = (row["set"], row["split"], model, row["method"])
+    return [run for run in results["runs"] if (*_key(run), run["method"]) == key]
+
+
+def _chosen_settings(runs: Sequence[Row], first: Sequence[str], links: Mapping[str, str]) -> Sheet:
+    """The settings that the search of each repetition chose."""
+    rows = [{**run, "words": in_words(run["settings"])} for run in runs]  # type: ignore[arg-type]
+    columns = (
+        *text_columns(*first),
+        Column("repetition", "{repetition}"),
+        Column("validation", "{validation:.4f}"),
+        Column("settings", "{words}", text=True),
+    )
+    return Sheet(Table(columns, rows), "Tuned settings", links=links)
 
 
 def _histories(results: Mapping[str, Any], data: Mapping[str, Any], method: str) -> list[list[dict[str, Any]]]:
@@ -378,7 +419,8 @@ def _method_page(out: Path, results: Mapping[str, Any], links: Mapping[str, str]
         lines += [f"Worse than {plan['reference']}: {'; '.join(lost)}."] if lost else []
         columns = (*text_columns("set", "split", "model"), *QUALITY[1:])
         table = Sheet(Table(columns, rows), f"Test {plan['metric']}", TONES, links)
-        tuned = Sheet(Table(text_columns("set", "split", "model", "settings"), rows), "Tuned settings", links=links)
+        own = {id(run): run for row in rows for run in _runs(results, row)}  # a solved method is in several chapters
+        tuned = _chosen_settings(list(own.values()), ("set", "split", "model"), links)
         sections.append(Section("Where it wins and loses", (*([Points(lines)] if lines else []), table, tuned)))
         sections += _cost_section(out, results, name, rows)
         commands = [str(row["command"]) for row in rows if not row["solved"] or row["model"] == rows[0]["model"]]
@@ -435,7 +477,7 @@ def _cost_section(out: Path, results: Mapping[str, Any], name: str, rows: Sequen
     histories = {"-".join(_key(row)): _histories(results, row, name) for row in rows if not row["solved"]}
     if any(histories.values()):
         drawn = figures.curves(histories, plan["metric"], list(histories), "")
-        caption = f"Validation {plan['metric']} by epoch: the mean over seeds with one deviation."
+        caption = f"Validation {plan['metric']} by epoch: the mean over repetitions with one deviation."
         parts.append(Figures((figures.save(drawn, out / "figures", f"{_slug(name)}-learning", caption),)))
     return [Section("Cost and curve", parts)]
 
@@ -464,9 +506,9 @@ def _claim_page(results: Mapping[str, Any], links: Mapping[str, str], claim: Map
     )
     about = (
         f"The claim: {stated['better']} is ahead of {stated['worse']} ({stated['paper']}). The effect is the relative "
-        f"difference of {plan['metric']} with a 95 % interval over seeds and queries; Holm's correction is over the "
-        "chapters of the claim. Over sets it is shown if the t interval of the mean effect is above zero, and reversed "
-        "if it is below. At equal time: the same on the validation part, after the seconds that "
+        f"difference of {plan['metric']} with a 95 % interval over repetitions and queries; Holm's correction is over "
+        "the chapters of the claim. Over sets it is shown if the t interval of the mean effect is above zero, and "
+        "reversed if it is below. At equal time: the same on the validation part, after the seconds that "
         f"{stated['worse']} needs for its best epoch."
     )
     pair = {name: links[name] for name in (stated["better"], stated["worse"])}
@@ -492,6 +534,5 @@ def _tested(results: Mapping[str, Any], stated: Mapping[str, Any]) -> Sheet:
         Column("mean ± std", "{mean:.4f}[[ ± {std:.4f}]]"),
         Column("candidates", "{candidates:,.0f}"),
         Column("catalogue seen", "{catalogue_share:.1%}"),
-        *text_columns("settings"),
     )
     return Sheet(Table(columns, rows))

@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ class Plan:
     cutoffs: tuple[int, ...] = (10, 20, 50)
     trials: int = 20
     design: int = 6
-    seeds: int = 5
+    rungs: tuple[tuple[int, int], ...] = ()
+    repetitions: int = 5
     reference: str = "uns"
     margin: float = 0.01
     settings: Mapping[str, object] = field(default_factory=dict)  # of every model
@@ -151,7 +153,12 @@ def _entries(kind: Any, part: str, content: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _check(plan: Plan) -> None:
-    """Raise for names that do not exist, and for settings that a recipe does not have."""
+    """Raise for names that do not exist, rungs that do not rise, and settings that a recipe does not have."""
+    step = int(str(plan.settings.get("eval_every", 1)))
+    rungs = [(0, plan.trials + 1), *plan.rungs]
+    if any(not (low[0] + step <= high[0] and low[1] > high[1] > 0) for low, high in pairwise(rungs)):
+        rule = f"epochs must rise by {step} or more (eval_every), and the trials that go on must become fewer"
+        raise UserError(f"the plan has rungs {', '.join(map(str, plan.rungs))}: {rule}")
     if not cutoffs(plan.metrics) or plan.metric not in plan.metrics:
         raise UserError(f"the metric {plan.metric!r} of the plan is not among its metrics {', '.join(plan.metrics)}")
     for each in plan.sets.values():

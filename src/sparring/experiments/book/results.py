@@ -4,7 +4,8 @@
     OUT/runs.csv     every run, one line each
 
 A chapter is one split of a set under one model. Solved methods have no model and stand in every chapter of their split.
-All tests are those of evaluation/statistics.py, over seeds and queries together.
+All tests are those of evaluation/statistics.py, over repetitions and queries together. A repetition is a complete
+tuning and one training, so a test sees the noise of both (benchmarks/null_book.py).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from sparring.experiments.study import FinishedRun
 from sparring.recipes import finding, settings
 from sparring.recipes.setup import SETTINGS, flat
 
-FORMAT = 1
+FORMAT = 2
 LEVEL = 0.05
 LEAST_SETS = 5  # of the signed-rank test: with fewer it is sure of differences that it saw twice
 SHOWN, NOT_SHOWN, REVERSED = "shown", "not shown", "reversed"
@@ -51,7 +52,7 @@ Chapter = tuple[str, str, str]  # set, split, model
 
 @dataclass(frozen=True)
 class Values:
-    """The runs of a cell and their values, by seed."""
+    """The runs of a cell and their values, by repetition."""
 
     cell: Cell
     runs: Sequence[FinishedRun]
@@ -62,7 +63,7 @@ class Values:
 
     @cached_property
     def curves(self) -> list[list[tuple[int, float, float]]]:
-        """Epoch, seconds of training and validation metric of every validation, by seed."""
+        """Epoch, seconds of training and validation metric of every validation, by repetition."""
         return [_curve(run) for run in self.runs]
 
 
@@ -72,25 +73,25 @@ def _curve(run: FinishedRun) -> list[tuple[int, float, float]]:
 
 
 def compared(a: Mapping[int, np.ndarray], b: Mapping[int, np.ndarray]) -> tuple[TestResult | None, float, float]:
-    """The test of a - b over seeds and queries, the mean difference, and the mean of b; None with one seed of both.
+    """The test of a - b over repetitions and queries, the mean difference, and the mean of b; None with one of both.
 
-    A closed form has one seed, which is paired with every seed of the other.
+    A method with nothing to tune and no seed has one repetition, which is paired with every one of the other.
     """
     common = sorted(a.keys() & b.keys())
-    seeds = [(s, s) for s in common] if min(len(a), len(b)) > 1 else [(s, t) for s in a for t in b]
-    d = np.stack([a[s] - b[t] for s, t in seeds])
+    pairs = [(r, r) for r in common] if min(len(a), len(b)) > 1 else [(r, s) for r in a for s in b]
+    d = np.stack([a[r] - b[s] for r, s in pairs])
     test = seeds_and_queries(d) if len(d) > 1 else None
-    return test, float(d.mean()), float(np.mean([b[t].mean() for _, t in seeds]))
+    return test, float(d.mean()), float(np.mean([b[s].mean() for _, s in pairs]))
 
 
 def equal_time(curves: Sequence[Sequence[tuple[int, float, float]]], seconds: float) -> float | None:
-    """The best validation metric that trainings have reached after some seconds, mean over seeds; None if none has."""
+    """The best validation metric that trainings have reached after some seconds, their mean; None if one has none."""
     reached = [[value for _, at, value in curve if at <= seconds] for curve in curves]
     return float(np.mean([max(values) for values in reached])) if reached and all(reached) else None
 
 
 def seconds_to_best(curves: Sequence[Sequence[tuple[int, float, float]]]) -> float | None:
-    """Seconds of training until the best validation, mean over seeds."""
+    """Seconds of training until the best validation, mean over repetitions."""
     best = [max(curve, key=lambda point: (point[2], -point[1]))[1] for curve in curves if curve]
     return float(np.mean(best)) if best else None
 
@@ -99,12 +100,12 @@ def seconds_to_best(curves: Sequence[Sequence[tuple[int, float, float]]]) -> flo
 
 
 def read_values(book: Book) -> dict[tuple[str, str, str, str], Values]:
-    """The finished cells by set, split, model and method; a cell with fewer seeds than planned is left out."""
+    """The finished cells by set, split, model and method; a cell with fewer repetitions than planned is left out."""
     found = {}
     for cell in book.cells:
         runs = book.runs(cell)
-        if len(runs) == len(book.seeds(cell)):
-            by_metric = {metric: {run.seed: run.values(metric) for run in runs} for metric in book.plan.metrics}
+        if len(runs) == len(book.repetitions(cell)):
+            by_metric = {metric: {r: run.values(metric) for r, run in enumerate(runs)} for metric in book.plan.metrics}
             found[cell.where.name, cell.split, cell.model, cell.method.name] = Values(cell, runs, by_metric)
     return found
 
@@ -168,8 +169,8 @@ def write(book: Book, results: Mapping[str, Any]) -> None:
 
 def _plan(book: Book) -> dict[str, Any]:
     plan = book.plan
-    record = {name: getattr(plan, name) for name in ("metric", "metrics", "trials", "design", "seeds", "reference")}
-    record |= {"margin": plan.margin, "changes": dict(book.changes)}
+    names = ("metric", "metrics", "repetitions", "trials", "design", "rungs", "reference", "margin")
+    record = {name: getattr(plan, name) for name in names} | {"changes": dict(book.changes)}
     record |= {part: {name: asdict(each) for name, each in getattr(plan, part).items()} for part in ("sets", "models")}
     record["claims"] = {name: asdict(each) for name, each in plan.claims.items()}
     record["methods"] = {
@@ -187,14 +188,15 @@ def _data(key: Chapter, own: Mapping[str, Values], usable: bool) -> Row:
 def _run(book: Book, values: Values, run: FinishedRun, place: int) -> dict[str, Any]:
     cell, curve = values.cell, values.curves[place]
     metric = book.plan.metric
-    over = values.by_metric[metric][run.seed]
-    tuned = book.studies[cell.model].tuned_settings(cell.chapter, book.method(cell))
+    over = values.by_metric[metric][place]
+    tuned = book.studies[cell.model].tuned_settings(cell.chapter, book.method(cell, place))
     return {
         "set": cell.where.name,
         "split": cell.split,
         "model": cell.model,
         "method": cell.method.name,
-        "seed": run.seed,
+        "repetition": place,
+        "seed": run.meta["setup"]["seed"],
         "validation": max((value for _, _, value in curve), default=None),
         "queries": len(over),
         "query_std": float(over.std(ddof=1)),
@@ -229,7 +231,7 @@ def leaderboard(book: Book, key: Chapter, own: Mapping[str, Values]) -> list[Row
         for name, values in own.items():
             over = summary(values.means(metric))
             row: Row = {"set": key[0], "split": key[1], "model": key[2], "method": name, "metric": metric}
-            row |= {"seeds": over.n, "mean": over.mean, "std": over.std, "low": over.low, "high": over.high}
+            row |= {"repetitions": over.n, "mean": over.mean, "std": over.std, "low": over.low, "high": over.high}
             row |= dict.fromkeys(("difference", "d_low", "d_high", "relative", "p", "p_holm"))
             row["verdict"] = "reference" if name == plan.reference else "no reference"
             if reference is not None and name != plan.reference:
@@ -237,7 +239,7 @@ def leaderboard(book: Book, key: Chapter, own: Mapping[str, Values]) -> list[Row
                 row |= {
                     "difference": mean,
                     "relative": mean / base if base else None,
-                    "verdict": "one seed: no verdict",
+                    "verdict": "one repetition: no verdict",
                 }
                 if test is not None:
                     row |= {"d_low": test.low, "d_high": test.high, "p": test.p}
@@ -261,8 +263,8 @@ def _judge(rows: list[Row], methods: Mapping[str, BookMethod]) -> None:
 
 def _cost(book: Book, values: Values) -> Row:
     cell, runs = values.cell, values.runs
-    own, method = book.studies[cell.model], book.method(cell)
-    trials = own.read_trials(cell.chapter, method)
+    own = book.studies[cell.model]
+    trials = [trial for r in range(len(runs)) for trial in own.read_trials(cell.chapter, book.method(cell, r))]
     shares = [run.measured.get("catalogue_share") for run in runs]
     return {
         "solved": cell.model == SOLVED,
@@ -276,7 +278,6 @@ def _cost(book: Book, values: Values) -> Row:
         "tuning_seconds": sum(trial.seconds for trial in trials),
         "candidates": runs[0].measured.get("candidates"),
         "catalogue_share": None if None in shares else float(np.mean(shares)),  # type: ignore[arg-type]
-        "settings": in_words(own.tuned_settings(cell.chapter, method)),
         "command": cell_command(book, cell),
         "train": train_command(cell, runs[0]),
     }
@@ -288,7 +289,7 @@ def cell_command(book: Book, cell: Cell) -> str:
     words += ["--sets", cell.where.name, "--splits", cell.split]
     words += [] if cell.model == SOLVED else ["--models", cell.model]
     words += ["--methods", cell.method.repeats or cell.method.name]
-    words += ["--trials", str(book.plan.trials), "--seeds", str(book.plan.seeds)]
+    words += ["--trials", str(book.plan.trials), "--repetitions", str(book.plan.repetitions)]
     for name, value in book.changes.items():
         words += ["--set", f"{name}={value}"]
     return shlex.join([*words, "--out", "again"])
@@ -419,7 +420,14 @@ def _claim(
         test, mean, base = compared(each[claim.better].by_metric[metric], each[claim.worse].by_metric[metric])
         scale = 1 / base if base else 0.0
         row: Row = {"set": key[0], "split": key[1], "model": key[2], "relative": mean * scale}
-        row |= {"low": None, "high": None, "p": None, "p_holm": None, "usable": key in usable, "verdict": "one seed"}
+        row |= {
+            "low": None,
+            "high": None,
+            "p": None,
+            "p_holm": None,
+            "usable": key in usable,
+            "verdict": "one repetition",
+        }
         if test is not None:
             row |= {"low": test.low * scale, "high": test.high * scale, "p": test.p}
         row["equal_time"] = _at_equal_time(each[claim.better], each[claim.worse])
@@ -430,7 +438,7 @@ def _claim(
         row["p_holm"], row["verdict"] = p, (SHOWN if ahead else REVERSED) if p < LEVEL else NOT_SHOWN
     effects = effects_by_set(own, [key for key in own if key in usable], claim.better, claim.worse, metric)
     verdict, low, high = verdict_over_sets(effects, [str(row["verdict"]) for row in tested])
-    if len(tested) == 1 and len(effects) == 1:  # the interval over seeds and queries of the only chapter
+    if len(tested) == 1 and len(effects) == 1:  # the interval over repetitions and queries of the only chapter
         low, high = (float(str(tested[0][end])) for end in ("low", "high"))
     chances = _chances(book, effects)
     return {
@@ -467,7 +475,7 @@ def _at_equal_time(better: Values, worse: Values) -> float | None:
 
 
 def null_rate(book: Book, by_chapter: Mapping[Chapter, Mapping[str, Values]]) -> dict[str, Any]:
-    """How often a method is called different from its own repetition, with other seeds of tuning and training."""
+    """How often a method is called different from itself, tuned and trained again in as many repetitions."""
     metric, tests = book.plan.metric, list[TestResult]()
     for own in by_chapter.values():
         for values in own.values():

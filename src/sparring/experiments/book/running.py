@@ -1,10 +1,12 @@
-"""The runs of a book: a cell is one method with one model on one split of a set, tuned and then trained with all seeds.
+"""The runs of a book: a cell is one method with one model on one split of a set, in several repetitions.
 
-    OUT/study.json                          the settings that must not change when the book grows
-    OUT/runs/MODEL/SET-SPLIT/METHOD/        the studies (see study.py): tune/ and a run folder for each seed
+    OUT/study.json                                    the settings that must not change when the book grows
+    OUT/runs/MODEL/SET-SPLIT/METHOD/REPETITION/       a study (see study.py): tune/ and the run folder 0/
 
-Cells are ordinary tasks of worker processes. A finished run keeps its results and not its model. Running a book again
-goes on where the last call ended.
+A repetition is a complete tuning with its own search seed, and one training of its choice with its own seed. Those of a
+method are independent and alike, so a test over them sees the noise of tuning and that of training. Repetitions are
+ordinary tasks of worker processes. A finished run keeps its results and not its model. Running a book again goes on
+where the last call ended.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from sparring.data.synthetic_world import named_world
 from sparring.experiments import study
 from sparring.experiments.book.plan import SOLVED, BookMethod, BookSet, Plan
 from sparring.experiments.diagnose.profile import profile
+from sparring.experiments.search_space import space
 from sparring.experiments.study import Dataset, FinishedRun, Method, Study, Training, finished
 from sparring.recipes import finding, settings
 from sparring.recipes.run import Run
@@ -97,16 +100,20 @@ class Book:
         for model in dict.fromkeys(cell.model for cell in self.cells):
             own = [cell for cell in self.cells if cell.model == model]
             data = {cell.chapter: self.dataset(cell) for cell in own}
-            methods = {name: [self.method(cell) for cell in own if cell.chapter == name] for name in data}
+            methods = {
+                name: [self.method(cell, r) for cell in own if cell.chapter == name for r in self.repetitions(cell)]
+                for name in data
+            }
             training = Training(self.plan.base(model), metrics=names, device=self.device, results_only=True)
             found[model] = Study(
                 self.out / "runs" / model,
                 tuple(data.values()),
                 methods,
-                range(self.plan.seeds),
+                (0,),  # the shift of a method is the seed of its repetition
                 training,
                 self.plan.trials,
                 design=self.plan.design,
+                rungs=self.plan.rungs,
             )
         return found
 
@@ -117,26 +124,31 @@ class Book:
         parts, source = partial(_parts, place, how), partial(_source, place, how, list(self.plan.cutoffs))
         return Dataset(cell.chapter, parts, source, self.plan.cutoffs, measure)
 
-    def method(self, cell: Cell) -> Method:
+    def method(self, cell: Cell, repetition: int = 0) -> Method:
+        """The method of a cell in a repetition, whose number is the seed of its search and of its training."""
         own = cell.method
         changed = study.known_settings(own.recipe, {**own.settings, **self.changes})
-        shift = SHIFT if own.repeats else 0
-        return Method(own.name, own.recipe, changed, own.name.replace(" ", "-"), shift, own.tau_unit)
+        seed = repetition + (SHIFT if own.repeats else 0)
+        return Method(own.name, own.recipe, changed, f"{own.name.replace(' ', '-')}/{repetition}", seed, own.tau_unit)
 
-    def seeds(self, cell: Cell) -> range:
-        """The seeds of a cell; a closed form has one."""
+    def repetitions(self, cell: Cell) -> range:
+        """The repetitions of a cell: one of a closed form with nothing to tune, since others would be equal."""
         setup = settings.own_setup(finding.find(cell.method.recipe))
         closed = setup.training.optimizer == "solver" and setup.training.epochs == 1
-        return range(1) if closed else range(self.plan.seeds)
+        equal = closed and not space(cell.method.recipe, self.method(cell).settings, self.plan.base(cell.model))
+        return range(1 if equal else self.plan.repetitions)
+
+    def folder(self, cell: Cell, repetition: int) -> Path:
+        """The run folder of a repetition."""
+        return self.out / "runs" / cell.model / cell.chapter / self.method(cell, repetition).folder / "0"
 
     def runs(self, cell: Cell) -> list[FinishedRun]:
-        """The finished runs of a cell, by seed."""
-        own, method = self.studies[cell.model], self.method(cell)
-        folders = (own.folder(cell.chapter, method, seed) for seed in self.seeds(cell))
+        """The finished runs of a cell, by repetition."""
+        folders = (self.folder(cell, repetition) for repetition in self.repetitions(cell))
         return [FinishedRun(folder) for folder in folders if finished(folder)]
 
     def done(self, cell: Cell) -> bool:
-        return len(self.runs(cell)) == len(self.seeds(cell))
+        return len(self.runs(cell)) == len(self.repetitions(cell))
 
     @cached_property
     def defaults(self) -> dict[str, dict[str, Any]]:
@@ -284,9 +296,9 @@ def check(book: Book) -> None:
     study.check_folder(
         book.out,
         "book",
-        {"trials": book.plan.trials, "design": book.plan.design, "metric": book.plan.metric},
+        {name: getattr(book.plan, name) for name in ("trials", "design", "rungs", "metric")},
         {"set of defaults": {name: each["digest"] for name, each in book.defaults.items()}},
-        {"seeds": book.plan.seeds},
+        {"repetitions": book.plan.repetitions},
     )
 
 
@@ -297,31 +309,30 @@ def _any_has(book: Book, name: str) -> bool:
 def run(
     book: Book, jobs: int = 1, seconds: float | None = None, listener: Listener | None = None
 ) -> tuple[list[Failure], list[Cell]]:
-    """Tune and train the cells that are not done, `jobs` at once; the failures, and the cells that are left.
+    """Tune and train the repetitions that are not done, `jobs` at once; the failures, and the cells that are left.
 
-    After `seconds` running cells are ended; their finished trials and epochs are kept for the next call.
+    After `seconds` running repetitions are ended; their finished trials and epochs are kept for the next call.
 
         failures, left = run(Book(Path("book"), read_plan(), Path("data")), jobs=2, seconds=3600)
     """
     listener, began = listener or Listener(), time.monotonic()
     check(book)
-    waiting = [cell for cell in book.cells if not book.done(cell)]
-    by_name = {cell.name: cell for cell in waiting}
-    listener.begin("cells", len(book.cells) - len(waiting), len(book.cells))
+    every = [(cell, repetition) for cell in book.cells for repetition in book.repetitions(cell)]
+    waiting = {f"{cell.name} {r}": (cell, r) for cell, r in every if not finished(book.folder(cell, r))}
+    listener.begin("repetitions", len(every) - len(waiting), len(every))
     used = Counter(dict.fromkeys(_devices(book.device), 0))
     taken: dict[str, str] = {}
     failures: list[Failure] = []
     deadline = None if seconds is None else began + seconds
 
     def tasks() -> Iterator[Task]:
-        for cell in waiting:
+        for name, (cell, repetition) in waiting.items():
             device = min(used, key=lambda name: used[name])
             used[device] += 1
-            taken[cell.name] = device
+            taken[name] = device
             own = book.studies[cell.model]
             own = replace(own, training=replace(own.training, device=device))
-            work = (own, book.dataset(cell), book.method(cell), book.seeds(cell))
-            yield Task(cell.name, study.run_cell, work)
+            yield Task(name, study.run_cell, (own, book.dataset(cell), book.method(cell, repetition)))
 
     for event in workers.run(tasks(), jobs, 1 if jobs > 1 else None, deadline):
         if not isinstance(event, Ended):
@@ -329,10 +340,11 @@ def run(
             continue
         used[taken[event.name]] -= 1
         if event.error is not None:
-            cell = by_name[event.name]
-            failures.append(Failure(cell.chapter, f"{cell.method.name} x {cell.model}", "cell", event.error))
+            cell, repetition = waiting[event.name]
+            method = f"{cell.method.name} x {cell.model}"
+            failures.append(Failure(cell.chapter, method, f"repetition {repetition}", event.error))
         listener.ended(event.name, event.error)
-    return failures, [cell for cell in waiting if not book.done(cell)]
+    return failures, [cell for cell in book.cells if not book.done(cell)]
 
 
 def _devices(device: str) -> list[str]:
