@@ -18,6 +18,7 @@ from sparring.models.sequences import SequenceTower
 from sparring.models.towers import IdTower
 
 HISTORY = [[4, 1, 1, 7], [], [2], [0, 3, 5, 6, 8, 9, 2], [2, 2]]  # oldest first
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POOLINGS = ["sum", "mean", "attention"]
 
 
@@ -161,6 +162,46 @@ def test_new_queries_are_encoded_from_items_alone(pooling: str) -> None:
     known = tower(torch.tensor([0, 1, 2, 3]))
     assert torch.allclose(tower.encode_history(items), known, atol=1e-6)
     assert torch.equal(tower.encode_history(torch.full((2, 3), -1)), tower.empty.expand(2, 6))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_kernels_of_a_gpu_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, pooling: str, sparse: bool, ordered: bool
+) -> None:
+    """Vectors and the gradient of every parameter are those of a CPU, with every context and for new queries."""
+    pytest.importorskip("triton")
+    towers = [a_history_tower(pooling, ordered=ordered) for _ in range(2)]
+    queries, places = places_of(PLACES)
+    new = torch.tensor([[4, 1, 1, 7, -1, -1], [-1] * 6, [-1, 2, -1, -1, -1, -1], [6, 8, -1, 9, -1, 2]])
+
+    def encoded(tower: HistoryTower) -> list[Tensor]:
+        tower.to(DEVICE)
+        assert isinstance(tower.item, IdTower)
+        tower.item.sparse = sparse
+        found = [
+            tower(queries.to(DEVICE), Before(places.to(DEVICE))),
+            tower(torch.arange(5, device=DEVICE)),
+            tower.encode_history(new.to(DEVICE)),
+            tower.encode_history(torch.full((2, 3), -1, device=DEVICE)),
+        ]
+        assert torch.equal(tower.encode_history(new[:0].to(DEVICE)), tower.empty.expand(0, 6))
+        sum((x * torch.linspace(-1, 2, 6, device=DEVICE).cos()).square().sum() for x in found).backward()  # type: ignore[union-attr]
+        grads = [p.grad.to_dense() for p in tower.parameters() if p.grad is not None]
+        assert len(grads) == len(list(tower.parameters()))
+        return [x.detach() for x in found] + grads
+
+    if DEVICE == "cpu":
+        want = encoded(towers[0])
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+    else:
+        monkeypatch.setattr("sparring.models.histories.fuses_rows", lambda table: False)
+        want = encoded(towers[0])
+        monkeypatch.undo()
+    got = encoded(towers[1])
+    for ours, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_history_gradients_reach_everything() -> None:

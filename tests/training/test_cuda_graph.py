@@ -53,6 +53,31 @@ def test_the_common_recipes_are_recorded(name: str) -> None:
     assert step.why is None, step.why
 
 
+HISTORIES: list[dict[str, object]] = [
+    {"pooling": "mean"},
+    {"pooling": "sum", "history_table": "own"},
+    {"pooling": "attention"},
+    {"pooling": "attention", "history_table": "own", "optimizer": "adam"},
+    {"pooling": "mean", "optimizer": "row-adagrad"},
+]
+
+
+@pytest.mark.parametrize("settings", HISTORIES, ids=lambda settings: " ".join(map(str, settings.values())))
+def test_histories_of_pairs_are_recorded_and_repeat_bitwise(settings: dict[str, object], parts: Split) -> None:
+    """A step that pools histories is captured and equals the eager one; two recorded trainings have the same bits."""
+    more = {"model": "history", "rows": "pairs", "history": 6, **settings}
+    ours, vectors, step = history("tables", parts, recorded=True, **more)
+    again, repeated, _ = history("tables", parts, recorded=True, **more)
+    plain, expected, _ = history("tables", parts, recorded=False, **more)
+    assert step is not None
+    assert step.why is None, step.why
+    assert step.graph is not None
+    assert torch.equal(vectors, repeated)
+    assert [record["loss"] for record in ours] == [record["loss"] for record in again]
+    assert [record["loss"] for record in ours] == pytest.approx([record["loss"] for record in plain], rel=2e-3)
+    assert torch.nn.functional.cosine_similarity(vectors.flatten(), expected.flatten(), dim=0) > 0.99
+
+
 @pytest.mark.parametrize("name", ["uns", "midx", "sce"])
 def test_an_item_bias_is_recorded_where_a_batch_looks_up_more_items_than_there_are(name: str, parts: Split) -> None:
     """The gradient of a table of width 1 needs no sort, so the step is captured and trains like an eager one."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from sparring.core.errors import UserError
 from sparring.core.sparse_rows import bag_sums
 from sparring.data.histories import Before, Context, Given, Histories, Windows
+from sparring.kernels import fuses_rows
 from sparring.models.towers import HistoryReader, IdTower, width_of
 
 Pooling = Literal["sum", "mean", "attention"]
@@ -68,10 +69,8 @@ class PastReader(HistoryReader):
 
     def _recent(self, ids: Tensor, context: Before | None) -> Tensor:
         """(B, L) places of the items that each query is made of, oldest first, -1 where there is none."""
-        begin, end = self.start[ids], self.start[ids + 1]
         sets = context is not None and not self.past.ordered
-        if context is not None and self.past.ordered:
-            end = context.places
+        begin, end = self.start[ids], self.start[ids + 1] if context is None or sets else context.places
         reach = min(self.last + sets, self.longest)  # one more: the item itself may be among the last
         place = end.unsqueeze(1) - torch.arange(reach, 0, -1, device=ids.device)
         inside = place >= begin.unsqueeze(1)
@@ -157,12 +156,16 @@ class HistoryTower(PastReader):
         return torch.where(length.unsqueeze(1) > 0, pooled, self.empty)
 
     def encode_places(self, places: Tensor) -> Tensor:
+        if self._fuses(places):
+            return self._by_slots(places, self.items)
         return self.encode_history(torch.where(places >= 0, self.items[places.clamp(min=0)], -1))
 
     def encode_history(self, items: Tensor) -> Tensor:
         """Item ids (B, L) in time order, padded with -1, to vectors (B, D) of the last `last` items of each row."""
-        if not items.shape[1]:
+        if not items.numel():
             return self.empty.expand(len(items), self.dim)
+        if self._fuses(items):
+            return self._by_slots(items)
         present = items >= 0
         age = present.flip(1).cumsum(1).flip(1) - 1  # 0 = the most recent item; meaningless where absent
         present = present & (age < self.last)
@@ -190,6 +193,20 @@ class HistoryTower(PastReader):
         else:
             pooled = F.embedding_bag(which, x, begin, mode=self.pooling)
         return torch.where(length.unsqueeze(1) > 0, pooled, self.empty)
+
+    def _fuses(self, places: Tensor) -> bool:
+        """Whether the Triton kernels can pool these places (B, L) of an item table."""
+        return places.numel() > 0 and isinstance(self.item, IdTower) and fuses_rows(self.item.weight)
+
+    def _by_slots(self, places: Tensor, items: Tensor | None = None) -> Tensor:
+        """Vectors of ids (B, L), or of the items at these places: each item is encoded about once."""
+        from sparring.kernels.bags import bags, pooled
+
+        found = bags(places, len(self.item.weight), self.last, items)  # type: ignore[arg-type]
+        x = self.item(found.rows)
+        score, recency = (self._scores(x).float(), self.recency) if self.pooling == "attention" else (None, None)
+        vectors = pooled(x, found, self.pooling == "mean", score, recency)
+        return torch.where(found.length.unsqueeze(1) > 0, vectors, self.empty)
 
     def encode_windows(self, items: Tensor, age: Tensor, allowed: Tensor, places: Tensor) -> Tensor:
         x = self.item(filled(items))
