@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparring.data.histories import Before, Given, Histories, Windows
 from sparring.models.attention import HstuBlock, LigrBlock, SasRecBlock
-from sparring.models.histories import HistoryTower
+from sparring.models.histories import HistoryTower, by_distance
 from sparring.models.retriever import Retriever
 from sparring.models.sequences import SequenceTower
 from sparring.models.towers import IdTower
@@ -214,6 +214,23 @@ def test_history_gradients_reach_everything() -> None:
         assert grad.abs().sum() > 0, name
     touched = tower.item.weight.grad.coalesce().indices()[0].tolist()  # type: ignore[union-attr, operator]
     assert touched == [1, 2, 7, 8, 9]
+
+
+@pytest.mark.parametrize(("length", "last"), [(5, 5), (5, 3), (3, 7), (1, 1), (40, 8)])
+def test_recency_by_distance_and_its_gradient_equal_loops(length: int, last: int) -> None:
+    """The query at i weights the item at j <= i by recency_(i - j), or the last one; 0 after i."""
+    random = torch.Generator().manual_seed(length)
+    recency = torch.randn(last, generator=random, dtype=torch.float64).requires_grad_()
+    grad = torch.randn(length, length, generator=random, dtype=torch.float64)
+    expected, back = torch.zeros(length, length, dtype=torch.float64), torch.zeros(last, dtype=torch.float64)
+    for i in range(length):
+        for j in range(i + 1):
+            expected[i, j] = recency.detach()[min(i - j, last - 1)]
+            back[min(i - j, last - 1)] += grad[i, j]
+    found = by_distance(recency, length)
+    found.backward(grad)
+    assert torch.equal(found.detach(), expected)
+    assert torch.allclose(recency.grad, back)  # type: ignore[arg-type]
 
 
 def test_attention_starts_as_the_mean() -> None:

@@ -114,6 +114,18 @@ def filled(items: Tensor) -> Tensor:
     return torch.where(items >= 0, items, items.amax().clamp(min=0)).long()
 
 
+def by_distance(recency: Tensor, length: int) -> Tensor:
+    """(length, length) values recency_(i - j), the last one from there on; 0 where j is after i.
+
+    Each row is the one below it, one place to the left: rows of equal copies, read with a stride that is one shorter.
+    So the gradient is a sum over copies, which indexing would have to sort for.
+    """
+    known = recency[:length]
+    by_age = torch.cat([known, known[-1:].expand(length - len(known))])
+    copies = F.pad(by_age.flip(0), (0, length)).expand(length, 2 * length).reshape(-1)
+    return copies[length - 1 : -1].view(length, 2 * length - 1)[:, :length]
+
+
 class HistoryTower(PastReader):
     """A query as the sum, the mean, or an attention-weighted mean of the vectors of its last items.
 
@@ -212,10 +224,7 @@ class HistoryTower(PastReader):
         x = self.item(filled(items))
         if self.pooling != "attention":
             return self._pooled(x, None, allowed)
-        # The age of j for the query at i, of the same sequence: slots between them.
-        column = torch.arange(items.shape[1], device=items.device)
-        since = (column.unsqueeze(1) - column).clamp(0, self.last - 1)
-        return self._pooled(x, self._scores(x).unsqueeze(1) + self.recency[since], allowed)
+        return self._pooled(x, self._scores(x).unsqueeze(1) + by_distance(self.recency, items.shape[1]), allowed)
 
     def encode_sets(self, items: Tensor, owners: Tensor, sets: int) -> Tensor:
         if self.pooling == "attention":
