@@ -6,10 +6,9 @@
 One model (`--model`, 64 dimensions) and one schedule for all; only negatives and loss differ. Each method tries three
 temperatures in its own unit (BIR and XIR square weights, so theirs are twice as high; gBCE has one setting more, with
 inner products, as published), chooses by NDCG@10 on the validation part, and repeats its choice over the seeds. Trials
-have --trial-epochs and a seed of their own; the choice is trained until that figure has not risen for 24 epochs.
-Results are appended to --out as they come, one line per training, and a second call continues. The table shows means
-over seeds, the share of the catalogue that the first step is contrasted with, and the best epoch, with a mark where
-trainings were cut off by --epochs.
+have --trial-epochs at a constant learning rate and a seed of their own; the choice is trained for the epochs of its set
+while the rate falls linearly to 0. Results are appended to --out as they come, one line per training, and a second call
+continues. The table shows means over seeds, and the share of the catalogue that the first step is contrasted with.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from sparring.training.step import sample_steps
 
 # Items of a history as in the published figures; ML-1M has ten times the positions, so its batches are larger.
 SETS: dict[str, dict[str, Any]] = {
-    "amazon_beauty": {"history": 50, "batch_size": 2048, "lr": 0.001},
-    "ml1m_mm": {"history": 200, "batch_size": 4096, "lr": 0.002},
+    "amazon_beauty": {"history": 50, "batch_size": 2048, "lr": 0.001, "epochs": 60},
+    "ml1m_mm": {"history": 200, "batch_size": 4096, "lr": 0.002, "epochs": 40},
 }
 TRIAL = 1000  # the seed of trials, which no final training has
 TAU = [{"tau": tau} for tau in (0.03, 0.06, 0.12)]
@@ -62,11 +61,14 @@ def parts(data: str) -> Split:
     return split(read(DATA / data / "interactions.parquet"), "leave-last-out")
 
 
-def training(data: str, model: str, device: str, epochs: int, method: str, number: int, seed: int) -> dict[str, Any]:
+def training(
+    data: str, model: str, device: str, trial_epochs: int, method: str, number: int, seed: int
+) -> dict[str, Any]:
     """One training, as a line of the results."""
     recipe, arguments, trials = METHODS[method]
-    shared = {"dim": 64, "epochs": epochs, "patience": 6, "eval_every": 4, "select": "ndcg@10", "rows": "sequences"}
-    settings = {**SETS[data], **shared, **arguments, **trials[number], "seed": seed}
+    shared = {"dim": 64, "patience": None, "eval_every": 4, "select": "ndcg@10", "rows": "sequences"}
+    length = {"epochs": trial_epochs} if seed == TRIAL else {"schedule": "linear"}
+    settings = {**SETS[data], **shared, **length, **arguments, **trials[number], "seed": seed}
     line: dict[str, Any] = {"data": data, "method": method, "trial": number, "seed": seed, **trials[number]}
     began = time.perf_counter()
     try:
@@ -96,7 +98,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=240)
     parser.add_argument("--trial-epochs", type=int, default=40)
     parser.add_argument("--methods", default=",".join(METHODS), help="names of METHODS, separated by ;")
     parser.add_argument("--out", type=Path, required=True)
@@ -109,8 +110,7 @@ def main() -> None:
 
         def submit(method: str, number: int, seed: int) -> None:
             if (method, number, seed) not in done:
-                epochs = given.trial_epochs if seed == TRIAL else given.epochs
-                arguments = (given.data, given.model, given.device, epochs, method, number, seed)
+                arguments = (given.data, given.model, given.device, given.trial_epochs, method, number, seed)
                 waiting[pool.submit(training, *arguments)] = method
 
         waiting: dict[Any, str] = {}
@@ -143,8 +143,7 @@ def main() -> None:
             continue
         figures = [f"{mean(line[name] for line in found):.4f}" for name in ("recall@10", "ndcg@10", "valid")]
         setting = ", ".join(f"{name} {value}" for name, value in METHODS[method][2][best].items())
-        cut = " (cut off)" if any(line["epochs"] == given.epochs for line in found) else ""
-        epoch = f"{mean(line['best'] for line in found):.0f}{cut}"
+        epoch = f"{mean(line['best'] for line in found):.0f} of {SETS[given.data]['epochs']}"
         spread = f"{min(line['ndcg@10'] for line in found):.4f} to {max(line['ndcg@10'] for line in found):.4f}"
         rows.append([method, *figures, spread, f"{found[0]['share']:.0%}", setting, epoch, str(len(found))])
     heads = ["R@10", "N@10", "validation N@10", "N@10 of the seeds", "share", "chosen", "best epoch", "seeds"]
