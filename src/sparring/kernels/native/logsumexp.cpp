@@ -51,6 +51,15 @@ int this_thread() {
 #endif
 }
 
+// Threads of the current region.
+int team() {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
 // Candidates as `sparring_logsumexp_pack` writes them.
 struct Candidates {
     const float *panels, *rows;
@@ -217,22 +226,22 @@ extern "C" int sparring_logsumexp(const float *q, const float *panels, const flo
                                   float *total, float *result) {
     const Excluded out{ex_rows, ex_columns, n_ex, mask};
     const Candidates candidates{panels, rows, width};
-    const int64_t block = std::max<int64_t>(1, CACHED / stride / ROWS) * ROWS, blocks = (n + block - 1) / block;
-    const int threads = int(std::min<int64_t>(threads_for(n * c), std::max<int64_t>(1, blocks)));
+    const int64_t block = std::max<int64_t>(1, CACHED / stride / ROWS) * ROWS, tiles = (n + ROWS - 1) / ROWS;
+    const int threads = int(std::min<int64_t>(threads_for(n * c), std::max<int64_t>(1, tiles)));
     std::vector<float> counts(counted == nullptr ? 0 : size_t(threads) * c, 0.0f);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<float> scaled(block * d), room(kept == nullptr ? block * stride : 0), sums;
         float *own = counted == nullptr ? nullptr : counts.data() + size_t(this_thread()) * c;
-#pragma omp for schedule(static)
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t low = b * block, high = std::min(low + block, n);
+        const int64_t mine = this_thread(), end = std::min(n, tiles * (mine + 1) / team() * ROWS);
+        for (int64_t low = tiles * mine / team() * ROWS; low < end; low += block) {
+            const int64_t high = std::min(low + block, end);
             float *scores = kept == nullptr ? room.data() : kept + low * stride;
             for (int64_t k = 0; k < (high - low) * d; k++) scaled[k] = q[low * d + k] * LOG2E;
             std::fill(scaled.begin() + (high - low) * d, scaled.end(), 0.0f);
             score(scaled.data(), high - low, candidates, c, d, stride, scores);
-            const int64_t *end = out.rows + out.n;
-            for (const int64_t *p = std::lower_bound(out.rows, end, first + low); p < end && *p < first + high; p++) {
+            const int64_t *last = out.rows + out.n;
+            for (const int64_t *p = std::lower_bound(out.rows, last, first + low); p < last && *p < first + high; p++) {
                 scores[(*p - first - low) * stride + out.columns[p - out.rows]] = NEVER;
             }
             for (int64_t i = low; i < high; i++) {
