@@ -17,7 +17,7 @@ _LEAST = 1 << 10  # numbers; fewer are not worth a copy of the state
 def randint(high: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """torch.randint(high, shape) int64, number by number; the generator moves on as PyTorch moves it.
 
-        randint(40_981, (4096, 1), torch.Generator().manual_seed(0))
+    randint(40_981, (4096, 1), torch.Generator().manual_seed(0))
     """
     out = torch.empty(shape, dtype=torch.int64, device=generator.device)
     native = out.device.type == "cpu" and 0 < high < _MOST and out.numel() >= _LEAST

@@ -267,19 +267,19 @@ extern "C" int sparring_logsumexp(const float *q, const float *panels, const flo
 }
 
 // columns (width, stride) += the transpose of rows (n, width) times e (n, stride). The width is a multiple of ROWS, the
-// stride one of PANEL. Each column is summed by one thread, so results do not depend on the number of threads.
+// stride one of PANEL. Each number is summed by one thread, so results do not depend on the number of threads.
 extern "C" int sparring_logsumexp_columns(const float *e, const float *rows, int64_t n, int64_t stride, int64_t width,
                                           float *columns) {
 #pragma omp parallel num_threads(threads_for(n * stride))
     for (int64_t low = 0; low < n; low += DEPTH) {
         const int64_t depth = std::min(DEPTH, n - low);
-#pragma omp for schedule(static) nowait
+#pragma omp for collapse(2) schedule(static) nowait
         for (int64_t j = 0; j < stride; j += PANEL) {
-            const float *part = e + low * stride + j;
-            for (int64_t i = 0; j + PANEL < stride && i < depth; i++) {
-                for (int64_t v = 0; v < PANEL; v += 16) __builtin_prefetch(part + i * stride + PANEL + v);
-            }
             for (int64_t k = 0; k < width; k += ROWS) {
+                const float *part = e + low * stride + j;
+                for (int64_t i = 0; k == 0 && j + PANEL < stride && i < depth; i++) {
+                    for (int64_t v = 0; v < PANEL; v += 16) __builtin_prefetch(part + i * stride + PANEL + v);
+                }
                 float *to = columns + k * stride + j;
                 tile<WIDE, true>(rows + low * width + k, width, part, stride, depth, [=](int m, int v, Vector sum) {
                     float *at = to + m * stride + v * LANES;
