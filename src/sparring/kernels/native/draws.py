@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -19,10 +20,10 @@ def randint(high: int, shape: tuple[int, ...], generator: torch.Generator) -> Te
 
     randint(40_981, (4096, 1), torch.Generator().manual_seed(0))
     """
-    out = torch.empty(shape, dtype=torch.int64, device=generator.device)
-    native = out.device.type == "cpu" and 0 < high < _MOST and out.numel() >= _LEAST
-    if not native or function(*_KERNEL) is None or not _same():
+    fits = generator.device.type == "cpu" and 0 < high < _MOST and math.prod(shape) >= _LEAST
+    if not fits or function(*_KERNEL) is None or not _same():
         return torch.randint(high, shape, generator=generator, device=generator.device)
+    out = torch.empty(shape, dtype=torch.int64)
     _draw(high, out, generator)
     return out
 
