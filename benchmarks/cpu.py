@@ -35,7 +35,7 @@ from sparring.core.topk import top_k
 from sparring.kernels import chunked, reference
 from sparring.kernels.native import library
 from sparring.training.loop import Trainer, TrainingProgress
-from sparring.training.pairwise_step import pairwise_step
+from sparring.training.pairwise_step import PairwiseStep, pairwise_step
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 RECIPES: dict[str, tuple[Callable[[], Pairs], dict[str, object], int, float]] = {  # data, settings, steps, least ratio
@@ -75,13 +75,17 @@ class Steps:
         self.trainer = Trainer(
             build(name, train, settings), Split(train), torch.device("cpu"), None, TrainingProgress()
         )
+        self.direct: dict[tuple[bool, int], PairwiseStep | None] = {}  # each times its first steps, to choose threads
         batches = self.trainer.rows.batches
         self.batches: Iterator[tuple[Tensor, ...]] = chain.from_iterable(batches.steps(e) for e in range(1 << 20))
 
     def pairs_per_second(self, native: bool, steps: int, clock: Callable[[], float]) -> float:
         trainer, library.active = self.trainer, native
         pairs = trainer.rows.queries, trainer.rows.items
-        trainer.direct = pairwise_step(trainer.run, pairs, trainer.positives, trainer.optimizers)
+        form = native, torch.get_num_threads()
+        if form not in self.direct:
+            self.direct[form] = pairwise_step(trainer.run, pairs, trainer.positives, trainer.optimizers)
+        trainer.direct = self.direct[form]
         trainer.step(*next(self.batches))  # not counted
         given = [next(self.batches) for _ in range(steps)]
         began = clock()

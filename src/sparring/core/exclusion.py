@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparring.kernels import ExcludedKeys, ExcludedPairs
+from sparring.kernels.native import ids as native
 
 _STRIDE = 1 << 40  # row * _STRIDE + item id is unique for every pair of a batch
 _LOOKED_UP = 1 << 24  # (query, candidate) pairs; beyond this, listing the known pairs is cheaper than a mask
@@ -67,20 +68,15 @@ class Exclude:
         return ids if self.code is None else torch.where(ids >= 0, self.code[ids.clamp(min=0)], -1)
 
     def _hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(len(self.ids), device=self.ids.device) if self.rows is None else self.rows
         if ids.dim() == 2:  # one list per query: look up each candidate among the pairs
+            rows = torch.arange(len(self.ids), device=self.ids.device) if self.rows is None else self.rows
             pairs = torch.sort(rows * _STRIDE + self.ids).values
             keys = torch.arange(len(ids), device=ids.device).unsqueeze(1) * _STRIDE + ids
             place = torch.searchsorted(pairs, keys).clamp_(max=max(len(pairs) - 1, 0))
             excluded = (pairs[place] == keys) & (ids >= 0) if len(pairs) else torch.zeros_like(keys) > 0
             row, column = torch.nonzero(excluded, as_tuple=True)
             return row, column
-        ordered, order = torch.sort(ids)
-        low = torch.searchsorted(ordered, self.ids)
-        count = torch.searchsorted(ordered, self.ids, right=True) - low
-        pair = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-        within = torch.arange(len(pair), device=count.device) - (torch.cumsum(count, 0) - count)[pair]
-        return rows[pair], order[low[pair] + within]
+        return native.pairs(ids, self.ids, self.rows)
 
 
 class Positives:

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparring.core.exclusion import KnownPositives, KnownQueries
 from sparring.core.types import Bag, Candidates, DrawCounts, Outcome, Step
 from sparring.kernels import Mix, reference, weighted_logsumexp
+from sparring.kernels.native.ids import distinct
 
 _MERGED = 1 << 22  # pairs (query, candidate) from which copies of a candidate are looked for
 _FEWER = 0.7  # distinct candidates per candidate from which on merging them costs more than it saves
@@ -72,8 +73,10 @@ def _distinct(step: Step, block: Candidates) -> Candidates:
     weights = log_w.dim() <= 1 and not log_w.requires_grad
     if not plain or not weights or ids.is_cuda or len(step.q) * len(ids) < _MERGED:
         return block
+    if distinct(ids) > _FEWER * len(ids):
+        return block
     items, which = torch.unique(ids, return_inverse=True)
-    if len(items) > _FEWER * len(ids) or items[0] < 0:
+    if items[0] < 0:
         return block
     first = torch.full_like(which[: len(items)], len(ids)).scatter_reduce_(0, which, torch.arange(len(ids)), "amin")
     once = emb.index_select(0, first)

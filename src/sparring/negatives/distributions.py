@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparring.core.part import Part
 from sparring.core.types import Outcome, Step
+from sparring.kernels.native.draws import randint
 from sparring.negatives.base import drawable, within
 
 
@@ -47,7 +48,7 @@ class Uniform(Distribution):
         return within(torch.full(ids.shape, -math.log(self.size), device=ids.device), ids, self.among)
 
     def sample(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        places = torch.randint(self.size, shape, generator=generator, device=generator.device)
+        places = randint(self.size, shape, generator)
         return places if self.among is None else self.among[places]
 
     def extra_repr(self) -> str:

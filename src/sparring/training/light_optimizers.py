@@ -47,7 +47,8 @@ class Adam(LightOptimizer, torch.optim.Adam):
                     table.grad = None
                 else:
                     table.grad = torch.zeros_like(table).index_add_(0, index, values)
-        unwrap(torch.optim.Adam.step)(self)
+        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            unwrap(torch.optim.Adam.step)(self)
         for table, grad in moved:
             table.grad = grad
         return loss

@@ -216,8 +216,8 @@ class Trainer:
             (pairs,) = step
             self.total += self.direct(pairs, self.generator, self.weights(pairs)).sum()
             return
-        for optimizer in self.optimizers:  # first, because a failed graph capture leaves gradients without values
-            optimizer.zero_grad(set_to_none=True)
+        for parameter in self.trained:  # first, because a failed graph capture leaves gradients without values
+            parameter.grad = None
         pairs, context = self.rows.drawn(step, self.generator)
         with row_gradients(self.by_rows):
             losses, taken, outcome = training_step(

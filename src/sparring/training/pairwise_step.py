@@ -27,6 +27,7 @@ from sparring.recipes.run import Run
 from sparring.training.row_optimizers import RowOptimizer
 
 TRIED = 16  # steps that are timed with one thread, and as many with all
+IN_TURN = 8  # of them in a row: the first after a change find rows in the cache of the other processor
 PairwiseStep = Callable[[Tensor, torch.Generator, Tensor | None], Tensor]
 
 
@@ -102,8 +103,10 @@ def _threads(taken: defaultdict[int, list[float]]) -> int:
     caches of their own, one is quicker.
     """
     choices = sorted({1, torch.get_num_threads()})
-    fewest = min(choices, key=lambda n: len(taken[n]))
-    return fewest if len(taken[fewest]) < TRIED else min(choices, key=lambda n: statistics.median(taken[n]))
+    untried = [n for n in choices if len(taken[n]) < TRIED]
+    if untried:
+        return min(untried, key=lambda n: len(taken[n]) // IN_TURN)
+    return min(choices, key=lambda n: statistics.median(taken[n]))
 
 
 def _owner(table: Tensor, rules: Sequence[torch.optim.Optimizer]) -> tuple[RowOptimizer, dict[str, Any]] | None:

@@ -51,6 +51,15 @@ int this_thread() {
 #endif
 }
 
+// Threads of the current region.
+int team() {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
 // Candidates as `sparring_logsumexp_pack` writes them.
 struct Candidates {
     const float *panels, *rows;
@@ -217,22 +226,22 @@ extern "C" int sparring_logsumexp(const float *q, const float *panels, const flo
                                   float *total, float *result) {
     const Excluded out{ex_rows, ex_columns, n_ex, mask};
     const Candidates candidates{panels, rows, width};
-    const int64_t block = std::max<int64_t>(1, CACHED / stride / ROWS) * ROWS, blocks = (n + block - 1) / block;
-    const int threads = int(std::min<int64_t>(threads_for(n * c), std::max<int64_t>(1, blocks)));
+    const int64_t block = std::max<int64_t>(1, CACHED / stride / ROWS) * ROWS, tiles = (n + ROWS - 1) / ROWS;
+    const int threads = int(std::min<int64_t>(threads_for(n * c), std::max<int64_t>(1, tiles)));
     std::vector<float> counts(counted == nullptr ? 0 : size_t(threads) * c, 0.0f);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<float> scaled(block * d), room(kept == nullptr ? block * stride : 0), sums;
         float *own = counted == nullptr ? nullptr : counts.data() + size_t(this_thread()) * c;
-#pragma omp for schedule(static)
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t low = b * block, high = std::min(low + block, n);
+        const int64_t mine = this_thread(), end = std::min(n, tiles * (mine + 1) / team() * ROWS);
+        for (int64_t low = tiles * mine / team() * ROWS; low < end; low += block) {
+            const int64_t high = std::min(low + block, end);
             float *scores = kept == nullptr ? room.data() : kept + low * stride;
             for (int64_t k = 0; k < (high - low) * d; k++) scaled[k] = q[low * d + k] * LOG2E;
             std::fill(scaled.begin() + (high - low) * d, scaled.end(), 0.0f);
             score(scaled.data(), high - low, candidates, c, d, stride, scores);
-            const int64_t *end = out.rows + out.n;
-            for (const int64_t *p = std::lower_bound(out.rows, end, first + low); p < end && *p < first + high; p++) {
+            const int64_t *last = out.rows + out.n;
+            for (const int64_t *p = std::lower_bound(out.rows, last, first + low); p < last && *p < first + high; p++) {
                 scores[(*p - first - low) * stride + out.columns[p - out.rows]] = NEVER;
             }
             for (int64_t i = low; i < high; i++) {
@@ -258,19 +267,19 @@ extern "C" int sparring_logsumexp(const float *q, const float *panels, const flo
 }
 
 // columns (width, stride) += the transpose of rows (n, width) times e (n, stride). The width is a multiple of ROWS, the
-// stride one of PANEL. Each column is summed by one thread, so results do not depend on the number of threads.
+// stride one of PANEL. Each number is summed by one thread, so results do not depend on the number of threads.
 extern "C" int sparring_logsumexp_columns(const float *e, const float *rows, int64_t n, int64_t stride, int64_t width,
                                           float *columns) {
 #pragma omp parallel num_threads(threads_for(n * stride))
     for (int64_t low = 0; low < n; low += DEPTH) {
         const int64_t depth = std::min(DEPTH, n - low);
-#pragma omp for schedule(static) nowait
+#pragma omp for collapse(2) schedule(static) nowait
         for (int64_t j = 0; j < stride; j += PANEL) {
-            const float *part = e + low * stride + j;
-            for (int64_t i = 0; j + PANEL < stride && i < depth; i++) {
-                for (int64_t v = 0; v < PANEL; v += 16) __builtin_prefetch(part + i * stride + PANEL + v);
-            }
             for (int64_t k = 0; k < width; k += ROWS) {
+                const float *part = e + low * stride + j;
+                for (int64_t i = 0; k == 0 && j + PANEL < stride && i < depth; i++) {
+                    for (int64_t v = 0; v < PANEL; v += 16) __builtin_prefetch(part + i * stride + PANEL + v);
+                }
                 float *to = columns + k * stride + j;
                 tile<WIDE, true>(rows + low * width + k, width, part, stride, depth, [=](int m, int v, Vector sum) {
                     float *at = to + m * stride + v * LANES;

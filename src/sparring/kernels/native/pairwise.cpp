@@ -46,6 +46,8 @@ struct Step {
     int64_t n_pairs, b, n, kept, d;
     int32_t loss, exclude, threads;
     float sharp, parameter, others;  // 1 / tau; the margin, or the calibration; N - 1
+
+    bool large() const { return b * (1 + n) * d >= 1 << 18; }  // enough for several threads
 };
 
 // The pairs of a batch, gathered. `valid` is false if one of them, or of the negatives, is not in its table.
@@ -54,18 +56,21 @@ struct Ids {
     bool valid = true;
 
     explicit Ids(const Step &step) : query(new int32_t[step.b]), item(new int32_t[step.b]) {
-        for (int64_t i = 0; i < step.b; i++) valid &= uint64_t(step.pairs[i]) < uint64_t(step.n_pairs);
-        if (!valid) return;
+        const uint64_t queries = uint64_t(step.queries.rows), items = uint64_t(step.items.rows);
+        bool good = true;
+#pragma omp parallel for schedule(static) num_threads(step.threads) reduction(&& : good) if (step.large())
         for (int64_t i = 0; i < step.b; i++) {
-            const int64_t later = step.pairs[std::min(i + 16, step.b - 1)];
+            const int64_t pair = step.pairs[i], later = step.pairs[std::min(i + 16, step.b - 1)];
             __builtin_prefetch(step.query_of + later);
             __builtin_prefetch(step.item_of + later);
-            query[i] = step.query_of[step.pairs[i]];
-            item[i] = step.item_of[step.pairs[i]];
+            const bool there = uint64_t(pair) < uint64_t(step.n_pairs);
+            query[i] = there ? step.query_of[pair] : -1;
+            item[i] = there ? step.item_of[pair] : -1;
+            bool met = uint32_t(query[i]) < queries && uint32_t(item[i]) < items;
+            for (int64_t j = i * step.n; j < (i + 1) * step.n; j++) met &= uint64_t(step.negative[j]) < items;
+            good = good && met;
         }
-        const uint64_t queries = uint64_t(step.queries.rows), items = uint64_t(step.items.rows);
-        for (int64_t i = 0; i < step.b; i++) valid &= uint32_t(query[i]) < queries && uint32_t(item[i]) < items;
-        for (int64_t j = 0; j < step.b * step.n; j++) valid &= uint64_t(step.negative[j]) < items;
+        valid = good;
     }
 };
 
@@ -139,12 +144,14 @@ struct Groups {
         : order(new int32_t[n]), begin(new int32_t[n + 1]) {
         std::unique_ptr<int32_t[]> next(new int32_t[n]), mine(new int32_t[n]);
         int64_t from = n;  // of the places in `mine`
-        for (int64_t i = n - 1; i >= 0; i--) {
-            const int32_t row = rows[i];
-            if (threads > 1 && thread_of(row, uint64_t(threads)) != thread) continue;
+        for (int64_t i = n - 1; i >= 0; i--) {  // no branch: which thread a row has cannot be predicted
+            mine[from - 1] = int32_t(i);
+            from -= thread_of(rows[i], uint64_t(threads)) == thread;
+        }
+        for (int64_t k = n - 1; k >= from; k--) {
+            const int32_t i = mine[k], row = rows[i];
             next[i] = slot[row];
-            slot[row] = int32_t(i) + 1;
-            mine[--from] = int32_t(i);
+            slot[row] = i + 1;
         }
         int32_t at = 0;
         for (; from < n; from++) {
@@ -204,7 +211,7 @@ void take(const Step &step, const Ids &ids) {
     const int64_t block = std::max<int64_t>(1, std::min<int64_t>(32, 512 / each));
     const int64_t ahead = std::max<int64_t>(1, 16 / (1 + n));
 
-#pragma omp parallel num_threads(step.threads) if (b * (1 + n) * d >= 1 << 18)
+#pragma omp parallel num_threads(step.threads) if (step.large())
     {
 #ifdef _OPENMP
         const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
