@@ -85,6 +85,27 @@ def test_filters_and_histories_between_plain_requests(truth: MadeRun, listening:
             assert ids(connection.response()[2]) == expected(truth, 1, 3)
 
 
+def test_a_head_that_repeats_is_read_like_the_first(truth: MadeRun, listening: Callable[..., Listening]) -> None:
+    """Whole, cut anywhere, or before another: a request gets its own answer, however often its head came before."""
+    key = "Authorization: Bearer secret"
+    whole = [request({"user": truth.user(row), "k": 2}, key) for row in (11, 12)]
+    wrong = b"GET /v1/info HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    end = whole[0].index(b"\r\n\r\n") + 4
+    assert whole[0][:end] == whole[1][:end]
+    cuts = [1, end - 3, end, len(whole[0]) - 1, len(whole[0])]
+    with listening(token="secret").connect() as connection:
+        for cut in [None, None, *cuts, None]:
+            parts = whole if cut is None else [whole[0][:cut], whole[0][cut:] + whole[1]]
+            for part in parts:
+                connection.send(part)
+                time.sleep(0.02)
+            for row in (11, 12):
+                status, _, body = connection.response()
+                assert (status, ids(body)) == (200, expected(truth, row, 2))
+            connection.send(wrong)
+            assert connection.response()[0] == 401
+
+
 BODIES: list[bytes] = [
     b'{"user": "user-01", "k": 0}',
     b'{"user": "nobody"}',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import sqlite3
 from pathlib import Path
@@ -16,12 +17,12 @@ from hypothesis import strategies as st
 
 from sparring.core import files
 from sparring.core.errors import UserError
-from sparring.data.interactions import Vocabulary
+from sparring.data.interactions import Ids, Vocabulary
 from sparring.models.retriever import Retriever
 from sparring.recipes.settings import build
 from sparring.serving.http import catalogue, conditions
 from sparring.serving.http.answers import _json_value
-from sparring.serving.http.catalogue import IdLookup
+from sparring.serving.http.catalogue import Catalogue, IdLookup
 from sparring.serving.http.schema import RequestError
 from sparring.serving.http.store import Change, Store
 from sparring.training import trained
@@ -53,6 +54,34 @@ def test_texts_are_found_where_the_vocabulary_has_them(ids: list[str], others: l
         assert names.find_one(asked) == (known.index(asked) if asked in known else -1)
     assert names.original(np.arange(len(known))) == known
     assert names.find_one(17) == known.index("17")
+
+
+@given(st.lists(st.none() | st.text(max_size=8), min_size=1, max_size=6), st.booleans())
+def test_items_of_a_list_are_the_json_of_id_and_title(titles: list[str | None], texts: bool) -> None:
+    """Of the run, changed, added, and as they were after a change is forgotten."""
+    names = [f'"{row}' if texts else 7 * row for row in range(len(titles))]
+    table = pl.DataFrame({"title": pl.Series(titles, dtype=pl.String)})
+    items = Catalogue(Ids(Vocabulary([]), Vocabulary(names), item_table=table))
+    kept = items.base.original(np.arange(len(names)))
+    assert kept == names
+    expected = dict(enumerate(titles))
+
+    def check() -> None:
+        dense = np.array([*expected])
+        parts = b"".join(part + b"0" for part in items.listed(dense))
+        assert json.loads(b"[" + parts[2:] + b"}]") == [
+            {"id": name, "title": title, "score": 0}
+            for name, title in zip(items.original(dense), expected.values(), strict=True)
+        ]
+
+    check()
+    assert items.put(str(names[0]), {"title": "changed"}) == 0
+    added = items.put("new", {"title": "added"})
+    expected |= {0: "changed", added: "added"}
+    check()
+    items.forget(0)
+    expected[0] = titles[0]
+    check()
 
 
 def test_the_store_keeps_the_last_word_on_every_item(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from sparring.recipes.finding import short
 from sparring.serving.http import schema as s
 from sparring.serving.http.conditions import check_column
 from sparring.serving.http.runs import RunRegistry
-from sparring.serving.http.schema import MAX_VALUES, Query, Recommend, RequestError, Similar
+from sparring.serving.http.schema import MAX_VALUES, Listed, Query, Recommend, RequestError, Similar
 from sparring.serving.http.searcher import Searcher, SearchJob
 from sparring.serving.http.served_run import ServedRun
 from sparring.serving.http.threads import in_thread
@@ -24,6 +24,7 @@ from sparring.training.sources import Sources
 _Q = TypeVar("_Q", Recommend, Similar)
 _NONE = np.empty(0, np.int64)
 _KINDS = ("user", "users", "history", "text", "texts")
+_PLAIN = frozenset({"user", "k", "run", "fields", "exclude_seen"})  # of requests without filters
 _TEXTS = 8  # texts encoded at a time; a request that has ended encodes no more
 
 
@@ -42,7 +43,7 @@ class Answering:
         query = _parsed(Recommend, body)
         if query is None:
             return None
-        if _filtered(query) or _kinds(query) not in (["user"], ["users"]):
+        if query.user is None or not query.model_fields_set <= _PLAIN:
             return self.recommend(query)
         return self.searcher.submit(self._user_job(query))
 
@@ -174,42 +175,41 @@ class Answering:
 def write_responses(jobs: Sequence[SearchJob], scores: np.ndarray, items: np.ndarray) -> list[bytes]:
     """The responses of a batch as JSON: per query its items with id, title, score and the requested columns.
 
-    Ids, titles and columns are looked up once per batch.
+    The catalogue has the JSON of ids and titles; columns are looked up once per batch.
     """
-    served, fields = jobs[0].served, jobs[0].fields
+    served = jobs[0].served
     present = items >= 0
     dense = items[present]
-    columns: list[list[Any]] = [served.catalogue.original(dense), served.catalogue.values(dense, "title")]
-    columns.append(scores[present].astype(np.float64).round(6).tolist())
-    columns += [served.catalogue.values(dense, name) for name in fields]
-    rows: list[dict[str, Any]]
-    if not fields:
-        rows = [{"id": item, "title": title, "score": score} for item, title, score in zip(*columns, strict=True)]
-    else:
-        keys = ("id", "title", "score", *fields)
-        rows = [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+    rounded = scores[present].astype(np.float64).round(6)
+    texts = orjson.dumps(rounded, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+    for name in jobs[0].fields:
+        key, values = b",%b:" % orjson.dumps(name), served.catalogue.values(dense, name)
+        texts = [text + key + orjson.dumps(value, default=str) for text, value in zip(texts, values, strict=True)]
+    parts = [b""] * (2 * len(dense))
+    parts[::2], parts[1::2] = served.catalogue.listed(dense), texts[: len(dense)]
     ends = present.sum(1).cumsum().tolist()
+    run = b'],"run":%b,"generation":%d' % (orjson.dumps(served.name), served.generation)
     responses, query, start = [], 0, 0
     for job in jobs:
-        results: list[dict[str, Any]] = []
+        results = []
         for asked in job.queries:
+            listed, unknown = b"", job.unknown
             if job.missing and asked in job.missing:
-                results.append({"query": asked, "items": [], "unknown": [asked]})
-                continue
-            results.append({"query": asked, "items": rows[start : ends[query]]})
-            query, start = query + 1, ends[query]
-        if job.unknown:
-            results[0]["unknown"] = job.unknown
-        response = {"results": results, "run": served.name, "generation": served.generation}
-        if job.sources:
-            response["sources"] = job.sources
-        responses.append(orjson.dumps(response, default=str))
+                unknown = [asked]
+            else:
+                if ends[query] > start:
+                    listed = b"".join(parts[2 * start : 2 * ends[query]])[2:] + b"}"
+                query, start = query + 1, ends[query]
+            rest = b',"unknown":%b' % orjson.dumps(unknown) if unknown else b""
+            results.append(b'{"query":%b,"items":[%b]%b}' % (orjson.dumps(asked), listed, rest))
+        sources = b',"sources":%b' % orjson.dumps(job.sources) if job.sources else b""
+        responses.append(b'{"results":[%b%b%b}' % (b",".join(results), run, sources))
     return responses
 
 
 def _parsed(kind: type[_Q], body: bytes) -> _Q | None:
     try:
-        return kind.model_validate_json(body)
+        return kind.__pydantic_validator__.validate_json(body)  # type: ignore[no-any-return]
     except ValueError:  # the application reports the error
         return None
 
@@ -242,9 +242,10 @@ def _find_known(
 
 def _fields(served: ServedRun, query: Query, queries: int = 1) -> tuple[str, ...]:
     """The columns to return besides id, title and score; an error if the response would be too large."""
-    fields = tuple(query.fields or ())
-    for name in fields:
+    asked = query.fields or ()
+    for name in asked:
         check_column(name, served.catalogue.schema)
+    fields = tuple([name for name in dict.fromkeys(asked) if name not in Listed.model_fields]) if asked else ()
     values = queries * query.k * (3 + len(fields))
     if values > MAX_VALUES:
         how = "ask for fewer queries, a smaller k or fewer fields"

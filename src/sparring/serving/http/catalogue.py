@@ -18,7 +18,7 @@ from sparring.serving.http.schema import RequestError
 
 _CACHE = 32 * 2**20  # bytes of cached filter results
 _ENTRY = 512  # bytes that an entry of the cache takes besides its arrays
-_STRINGS = np.dtypes.StringDType(na_object=None)
+_WRITTEN = 1 << 16  # items whose JSON is written at a time
 _CONVERSION_ERRORS = (pl.exceptions.PolarsError, OverflowError, TypeError, ValueError)
 ColumnKind = Literal["text", "number", "boolean", "time", "list"]
 
@@ -95,13 +95,11 @@ class Catalogue:
         self.base = IdLookup(ids.item_ids)
         self.table = ids.item_table
         self.schema: dict[str, Any] = dict(self.table.schema) if self.table is not None else {}
-        # numpy strings: ten times as fast as a polars column for the few titles of one search
-        self.titles = (
-            np.array(self.table["title"].cast(pl.String).to_list(), _STRINGS)
-            if self.table is not None and "title" in self.schema
-            else None
-        )
+        titled = self.table is not None and "title" in self.schema
+        self.titles = self.table["title"].cast(pl.String) if self.table is not None and titled else None
         self.schema.setdefault("title", pl.String)
+        self._listed, self._starts = self._write_all()  # one text: an object per item would take twice the memory
+        self._relisted: dict[int, bytes] = {}  # the same of changed and added items
         self.changed: dict[int, dict[str, Any]] = {}  # complete rows
         self.version = 0  # grows with every change of a column
         self._added: dict[str, int] = {}
@@ -137,12 +135,34 @@ class Catalogue:
             ids[row] = self._added_ids[int(dense[row]) - n]
         return ids
 
+    def listed(self, dense: np.ndarray) -> list[bytes]:
+        """The JSON of items (n,) in a list, from the item before to the score: b'},{"id":1042,"title":"A","score":'."""
+        text, others = self._listed, self._relisted
+        rows = dense if not self._added_ids else np.minimum(dense, len(self.base) - 1)
+        spans = zip(self._starts[rows].tolist(), self._starts[rows + 1].tolist(), strict=True)
+        if not others:
+            return [text[start:end] for start, end in spans]
+        return [others.get(item) or text[start:end] for item, (start, end) in zip(dense.tolist(), spans, strict=True)]
+
+    def _write_all(self) -> tuple[bytes, np.ndarray]:
+        """`listed` of all items of the run in one text, and where each begins and the last ends."""
+        parts, n = list[bytes](), len(self.base)
+        starts = np.zeros(n + 1, np.int64)
+        for begin in range(0, n, _WRITTEN):
+            end = min(n, begin + _WRITTEN)
+            ids = self.base.original(np.arange(begin, end))
+            titles = [None] * len(ids) if self.titles is None else self.titles[begin:end].to_list()
+            written = list(map(_listed, ids, titles))
+            starts[begin + 1 : end + 1] = starts[begin] + np.cumsum([*map(len, written)])
+            parts.append(b"".join(written))
+        return b"".join(parts), starts
+
     def values(self, dense: np.ndarray, column: str) -> list[Any]:
         """The values of one column for these items, None where missing."""
         n = len(self.base)
         rows = dense if not self._added_ids else np.where(dense < n, dense, 0)
         if column == "title" and self.titles is not None and n:
-            values: list[Any] = self.titles[rows].tolist()
+            values: list[Any] = self.titles.gather(pl.Series(rows)).to_list()
         elif self.table is not None and column in self.table.columns and n:
             values = _shortest(self.table[column].gather(pl.Series(rows))).to_list()
         else:
@@ -197,7 +217,8 @@ class Catalogue:
                 if name in self.schema:
                     converted[name] = _converted(name, value, self.schema[name])
         if converted or dense >= len(self.base):
-            self.changed[dense] = {**self._given(dense), **converted}
+            row = self.changed[dense] = {**self._given(dense), **converted}
+            self._relisted[dense] = _listed(self.original(np.array([dense]))[0], row.get("title"))
             self.version += 1
         else:
             self.forget(dense)
@@ -207,6 +228,8 @@ class Catalogue:
         """Drop the changes of an item, which then has the values of the run."""
         if self.changed.pop(dense, None) is not None:
             self.version += 1
+            if dense < len(self.base):
+                del self._relisted[dense]
 
     def passing(self, where: Conditions) -> np.ndarray:
         """The bits of the items that meet all conditions, by dense id; `np.unpackbits` gives one byte per item.
@@ -241,6 +264,10 @@ class Catalogue:
         mask = np.unpackbits(base, count=max(len(self.base), int(dense.max()) + 1))
         mask[dense] = np.unpackbits(_bits(rows, test, len(rows)), count=len(rows))
         return np.packbits(mask)
+
+
+def _listed(item: int | str, title: Any) -> bytes:
+    return b'},%b,"score":' % orjson.dumps({"id": item, "title": title}, default=str)[:-1]
 
 
 def _size(entry: tuple[np.ndarray, int, np.ndarray]) -> int:

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 import httptools
 
-from sparring.serving.http.gate import Gate, Request, Response
+from sparring.serving.http.gate import Gate, Head, Request, Response
 from sparring.serving.http.schema import Limits, RequestError
 
 try:
@@ -29,6 +29,7 @@ except ImportError:  # Windows has no limit that a process must ask for
 SWEEP_SECONDS = 0.1
 WAITING, HEAD, BODY = range(3)  # the parser's position: before, in the head of, or in the body of a request
 _TINY_BODY = 16 * 2**10  # bodies up to this size are parsed without a look at their parts
+_HEADS, _HEAD = 1024, 4096  # heads that are remembered, and the bytes of the largest
 _SMALL_BODY = 64 * 2**10  # bodies up to this size do not count towards Limits.buffered
 _RATE, _RATE_AFTER = 1024, 5.0  # least bytes per second of a body, once it has taken this many seconds
 _PIPELINED = 64  # requests that may wait behind another on their connection
@@ -53,6 +54,7 @@ class Connections:
         self.open: dict[Connection, None] = {}  # oldest first
         self.buffered = 0
         self.stopped: float | None = None  # since when
+        self._heads: dict[bytes, Head] = {}  # clients repeat them, and to read one costs as much as the rest of HTTP
         self._of_client: Counter[str] = Counter()
         self._busy: Counter[str] = Counter()
         self._rates: dict[str, tuple[float, float]] = {}  # client -> (requests it may send now, time of the last one)
@@ -116,6 +118,20 @@ class Connections:
         if not self._busy[client]:
             del self._busy[client]
 
+    def head(self, data: bytes) -> tuple[Head, bytes] | None:
+        """(head, body) of `data` if it is one whole request, by a head that was read and accepted before."""
+        end = data.find(b"\r\n\r\n") + 4
+        head = self._heads.get(data[:end])
+        return None if head is None or head.length != len(data) - end else (head, data[end:])
+
+    def remember(self, head: Head, data: bytes) -> None:
+        """Remember an accepted head; `data` was one whole request."""
+        end = data.find(b"\r\n\r\n") + 4
+        if head.length == len(data) - end and end <= _HEAD and not head.continues:
+            if len(self._heads) >= _HEADS:
+                self._heads.clear()
+            self._heads[data[:end]] = head
+
     def stop(self, now: float) -> None:
         """Answer the requests that have arrived and close every connection behind its last answer."""
         self.stopped = now
@@ -152,6 +168,7 @@ class Connection(asyncio.Protocol):
         # the request that is being read
         self.reading, self.begun, self.chunk, self.fed, self.size = WAITING, 0, 0, 0, 0
         self.url, self.headers, self.body = b"", list[tuple[bytes, bytes]](), list[bytes]()
+        self.head: Head | None = None  # the last one that was accepted
         self.incoming: Request | None = None
         self.error: RequestError | None = None
 
@@ -180,6 +197,12 @@ class Connection(asyncio.Protocol):
                 self.abort()
             return
         begun, waiting, self.chunk = self.begun, self.reading == WAITING, len(data)
+        alone = waiting and self.request is None and self.chunk <= _TINY_BODY
+        if alone and (read := self.everyone.head(data)) is not None:
+            request = Request(read[0], self.client)
+            request.body = read[1]
+            self._complete(request)
+            return
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # no other protocol is spoken here: answer the request, then close
@@ -195,6 +218,8 @@ class Connection(asyncio.Protocol):
                     self.refuse(self._head_too_large())
                 elif self.fed > 2 * self.limits.body + self.limits.head:  # chunks and trailers count too
                     self.refuse(self.gate.too_large())
+            elif alone and self.begun == begun + 1 and self.head is not None:
+                self.everyone.remember(self.head, data)
 
     def pause_writing(self) -> None:
         self.blocked = True
@@ -238,27 +263,28 @@ class Connection(asyncio.Protocol):
         if not path.isascii():
             self._fail(_malformed())
         text = path.decode()
-        request = self.incoming = Request(
+        head = Head(
             self.parser.get_method().decode(),
             unquote(text) if "%" in text else text,
             path,
             query,
             headers,
-            self.client,
             self.parser.should_keep_alive()
             and self.parser.get_http_version() != "1.0"
             and not self.parser.should_upgrade(),
         )
-        self.reading = BODY
+        request = self.incoming = Request(head, self.client)
+        self.reading, self.head = BODY, None
         try:
-            self.gate.check(request)
+            self.gate.check(head)
+            self.head = head
         except RequestError as error:
-            if request.has_body:
+            if head.has_body:
                 self._fail(error)
             request.error = error
         if self.request is None:
             self._wait(self.limits.body_seconds)
-            if request.continues:
+            if head.continues:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, chunk: bytes) -> None:
@@ -335,8 +361,8 @@ class Connection(asyncio.Protocol):
         if self.held:
             self.everyone.release(self)
         stops = self.everyone.stopped is not None and not self.queue and self.reading == WAITING
-        last = stops or not request.keep_alive or response.last
-        self.transport.write(_written(response, last, request.method == "HEAD"))
+        last = stops or request.last or not request.head.keep_alive or response.last
+        self.transport.write(_written(response, last, request.head.method == "HEAD"))
         if last:
             self._close()
         else:
@@ -364,10 +390,10 @@ class Connection(asyncio.Protocol):
 
     def refuse(self, error: RequestError) -> None:
         """Ignore all further input, and close the connection behind this error."""
-        request = self.incoming or Request("", "", b"", b"", [], self.client, False)
+        request = self.incoming or Request(Head("", "", b"", b"", [], False), self.client)
         self.incoming, self.body, self.reading, self.discarding, self.fed = None, [], WAITING, True, 0
         error.__traceback__ = self.error = None  # its frames refer to this connection
-        request.error, request.keep_alive = error, False
+        request.error, request.last = error, True
         if self.request is None:
             self.everyone.release(self)
         self._complete(request)

@@ -41,21 +41,31 @@ _SECURITY_HEADERS = [
 ]
 
 
+class Head:
+    """The head of a request: the facts of an ASGI scope, and those that `Gate.check` finds. Requests may share it."""
+
+    has_body = continues = False
+    length: int | None = 0  # of the body; None: chunked
+    json: bool | None = None  # whether the body is; None if the head does not say
+
+    def __init__(
+        self, method: str, path: str, raw_path: bytes, query: bytes, headers: Headers, keep_alive: bool
+    ) -> None:
+        self.method, self.path, self.raw_path, self.query = method, path, raw_path, query
+        self.headers, self.keep_alive = headers, keep_alive
+
+
 class Request:
-    """A request: the facts of an ASGI scope from its head, and its body when that is complete."""
+    """A request: its head, and its body when that is complete."""
 
     body = b""
     route = "other"  # in the metrics: ids must not become labels
     error: RequestError | None = None  # the response, if the head ruled the request out
-    content_type: bytes | None = None
-    has_body = continues = admitted = False
+    admitted = last = False  # counted by Connections.admit; the connection closes behind it
     lists = keys = values = 0  # counted by check_parts
 
-    def __init__(
-        self, method: str, path: str, raw_path: bytes, query: bytes, headers: Headers, client: str, keep_alive: bool
-    ) -> None:
-        self.method, self.path, self.raw_path, self.query = method, path, raw_path, query
-        self.headers, self.client, self.keep_alive = headers, client, keep_alive
+    def __init__(self, head: Head, client: str) -> None:
+        self.head, self.client = head, client
         self.began = time.perf_counter()
 
 
@@ -95,30 +105,32 @@ class Gate:
 
     def seconds(self, request: Request) -> float:
         """The time limit of the answer."""
-        return self.limits.slow_seconds if request.path in SLOW_PATHS else self.limits.seconds
+        return self.limits.slow_seconds if request.head.path in SLOW_PATHS else self.limits.seconds
 
-    def check(self, request: Request) -> None:
+    def check(self, head: Head) -> None:
         """Raise RequestError if the head alone rules the request out."""
-        headers = dict(request.headers)
+        headers = dict(head.headers)
         get = headers.get
-        host, length, request.content_type = get(b"host"), get(b"content-length"), get(b"content-type")
+        host, length, content_type = get(b"host"), get(b"content-length"), get(b"content-type")
+        head.json = None if content_type is None else _is_json(content_type)
         if b"transfer-encoding" in headers:
-            request.has_body = True
+            head.has_body, head.length = True, None
         elif length is not None and length != b"0":
-            request.has_body = True
+            head.has_body = True
             if not length.isdigit() or len(length) > 15 or int(length) > self.limits.body:
                 raise self.too_large()
-        if len(headers) < len(request.headers) and sum(name == b"host" for name, _ in request.headers) > 1:
+            head.length = int(length)
+        if len(headers) < len(head.headers) and sum(name == b"host" for name, _ in head.headers) > 1:
             raise RequestError(400, "more than one Host header")
         if b"expect" in headers:
-            request.continues = headers[b"expect"].lower() == b"100-continue"
+            head.continues = headers[b"expect"].lower() == b"100-continue"
         if self.hosts is not None:
             if host is not None and _without_port(host) not in self.hosts:
                 raise RequestError(421, "unknown host name: give the names that the service answers to by --allow-host")
             origin, site = get(b"origin"), get(b"sec-fetch-site")
             if origin is not None or site is not None:
-                self._check_site(request.method, host or b"", origin, site)
-        path, token = request.path, get(b"authorization")
+                self._check_site(head.method, host or b"", origin, site)
+        path, token = head.path, get(b"authorization")
         if (
             self.token is not None
             and path not in OPEN_PATHS
@@ -143,7 +155,7 @@ class Gate:
         """Raise RequestError if the body, of which `chunk` is the next part, has too many lists, objects and keys."""
         data = np.frombuffer(chunk, np.uint8)  # counts several times as fast as bytes do
         request.lists += _count(data == ord("[")) + _count(data == ord("{"))
-        items = request.path == "/v1/items"
+        items = request.head.path == "/v1/items"
         keys, values = (MAX_ITEM_KEYS, self.limits.body) if items else (MAX_KEYS, MAX_QUERY_VALUES)
         if not items:
             request.values += _count(data == ord(","))
@@ -158,12 +170,12 @@ class Gate:
         """Start on a complete request that passed `check`: the future body of a 200, or the future Response."""
         if self.follow is not None and (behind := self.follow()) is not None:
             return asyncio.get_running_loop().create_task(self._answer_after(behind, request))
-        method, content_type = request.method, request.content_type
-        if method in _WRITES and (request.body or content_type is not None) and not _is_json(content_type or b""):
+        head = request.head
+        if not head.json and head.method in _WRITES and (request.body or head.json is not None):
             raise RequestError(415, "send JSON with the header Content-Type: application/json")
-        plain = self.plain.get(request.path) if method == "POST" else None
+        plain = self.plain.get(head.path) if head.method == "POST" else None
         if plain is not None:
-            request.route = request.path
+            request.route = head.path
             answer = plain(request.body)
             if answer is not None:
                 return asyncio.ensure_future(answer)
@@ -184,7 +196,7 @@ class Gate:
         status, seconds = response.status, time.perf_counter() - request.began
         self.metrics.count(request.route, status, seconds)
         if self.log.requests or status >= 500:
-            self.log.request(request.method, request.path, status, seconds, request.client)
+            self.log.request(request.head.method, request.head.path, status, seconds, request.client)
         return response
 
     def _request_error(self, request: Request, error: BaseException) -> RequestError:
@@ -197,22 +209,23 @@ class Gate:
         if isinstance(error, asyncio.CancelledError):
             return RequestError(GONE, "the client disconnected")
         trace = "".join(traceback.format_exception(error))
-        self.log("fault", method=request.method, path=request.path, trace=trace)
+        self.log("fault", method=request.head.method, path=request.head.path, trace=trace)
         return INTERNAL_ERROR
 
     async def _ask_application(self, request: Request) -> Response:
         """The response of the application, with the security headers that it lacks."""
+        head = request.head
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.4"},
             "http_version": "1.1",
             "scheme": "http",
-            "method": request.method,
-            "path": request.path,
-            "raw_path": request.raw_path,
-            "query_string": request.query,
+            "method": head.method,
+            "path": head.path,
+            "raw_path": head.raw_path,
+            "query_string": head.query,
             "root_path": "",
-            "headers": request.headers,
+            "headers": head.headers,
             "client": (request.client, 0),
             "server": None,
             "state": {},
@@ -245,9 +258,9 @@ class Gate:
             return
         raw, query, headers = scope.get("raw_path") or b"", scope["query_string"], list(scope["headers"])
         client = (scope.get("client") or ("",))[0]
-        request = Request(scope["method"], scope["path"], raw, query, headers, client, True)
+        request = Request(Head(scope["method"], scope["path"], raw, query, headers, True), client)
         try:
-            self.check(request)
+            self.check(request.head)
             request.body = await self._read_body(receive)
             self.check_parts(request, request.body)
             answer = self.answer(request)
