@@ -448,6 +448,8 @@ def test_the_search_keeps_time_for_its_end(parts: Split, tmp_path: Path, monkeyp
     assert search.left(1.0, "b") == pytest.approx((900 - both + again["b"] + each) / 2.15)
     search.trials[1] = tried("b", 0.3, 600)  # too long to train again beside the other trials
     assert [trial.name for trial in search.likely()] == ["a"]
+    search.trials.append(tried("c", 0.2, 50))
+    assert [trial.name for trial in search.likely()] == ["a", "c"]
     search.trials[1] = tried("b", 0.5, 600)
     assert [trial.name for trial in search.likely()] == ["b"]
     assert search.reserve == pytest.approx(1.15 * 600 + each + files)

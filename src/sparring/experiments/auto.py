@@ -244,7 +244,8 @@ def _decided(search: Search) -> _Decision:
         kept.remove(lightest)
         late.append(_left_out(lightest))
     if len(kept) > 1:
-        return _Decision(kept, True, [*why, f"fused: {gain}", *late])
+        line = f"fused: {_names(kept)}; {gain}" if late else f"fused: {gain}"
+        return _Decision(kept, True, [*why, line, *late])
     assert search.split.valid is not None
     share = judged.gain / best.value if best.value else math.inf
     more, again = len(search.split.valid) / len(search.split.train), search.refittable([best])

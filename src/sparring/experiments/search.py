@@ -51,8 +51,7 @@ _SURE, _EARLY = 0.05, 0.2  # parts of its time between which a training that is 
 _SAVED = 60.0  # seconds between checkpoints
 _LEAST = 3  # epochs of a short training, unless its schedule has fewer
 GROWTH = 1.15  # a training on both parts takes this many times the seconds of one on the training part
-_SOURCES = 3  # runs that the search keeps time to fuse
-_KEPT = 2 / 3  # of the time: the most that it keeps for a fusion; the best trial alone may need more
+_KEPT = 2 / 3  # of the time: the most that the search keeps to fuse two runs; the best trial alone may need more
 _ALWAYS = 10.0  # seconds that the first model may take, however small the budget is
 log = logging.getLogger(__name__)
 
@@ -170,13 +169,11 @@ class Search:
         return self.closing(self.likely())
 
     def likely(self) -> list[Trial]:
-        """The best trial, and the next ones that a fusion is likely to have, as far as they leave time for trials."""
+        """The best trial, and the next one to fuse it with that leaves time for trials."""
         models = [trial for trial in self.finalists() if trial.recipe != "popularity"]
-        kept, most = models[:1], _KEPT * (self.budget.seconds or math.inf)
-        for trial in models[1:]:
-            if len(kept) < _SOURCES and self.closing([*kept, trial]) <= most:
-                kept.append(trial)
-        return kept
+        most = _KEPT * (self.budget.seconds or math.inf)
+        pairs = ([models[0], other] for other in models[1:])
+        return next((pair for pair in pairs if self.closing(pair) <= most), models[:1])
 
     def closing(self, sources: Sequence[Trial], more: int = 0, refit: bool = True) -> float:
         """Seconds to judge the fusion of these trials and some unknown ones, train these again, and rank the test."""
