@@ -41,7 +41,7 @@ from sparring.training.loop import TrainingProgress
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _FUSING = 6e-3  # seconds per validation query, to judge a fusion and once more to choose its weights
-_POOLING = {"cpu": 4e-3, "cuda": 4e-4}  # seconds per query, for fusing its lists
+_POOLING = {"cpu": 1.5e-3, "cuda": 1.5e-4}  # seconds per query and run, for fusing its lists
 _LAST = 0.03  # of the time: for the files of the choice
 # Shares of the rest: short trainings may begin until the first, complete ones until the second, and once more.
 _PASSES = ((0.35, 0.6), (0.8, 1.0))
@@ -191,9 +191,9 @@ class Search:
         """Seconds for ranking the test part with these trials, fused if there are several, and for the files."""
         if self.budget.seconds is None:
             return 0.0
-        ranking = 1.5 * sum(trial.rank_seconds for trial in sources) * self.facts.queries
-        if len(sources) + more > 1:  # the fused lists, and those of each source
-            fusing = _FUSING * self.fused_queries + _POOLING[self.kind] * self.facts.queries + ranking
+        ranking, runs = 1.5 * sum(trial.rank_seconds for trial in sources) * self.facts.queries, len(sources) + more
+        if runs > 1:  # the fused lists, and those of each source
+            fusing = _FUSING * self.fused_queries + _POOLING[self.kind] * runs * self.facts.queries + ranking
             ranking = fusing if self.fusing is None else self.fusing
         return ranking + _LAST * self.budget.seconds
 
