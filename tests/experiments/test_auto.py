@@ -552,6 +552,31 @@ def test_the_outcome_is_the_first_that_fits(parts: Split, tmp_path: Path, monkey
     assert len(met) >= 10  # single, fused and fused of fewer, with refits and without
 
 
+def test_the_best_is_trained_completely_before_others_are_tried(
+    parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short trainings used their share; the complete one of the best takes more than the share of complete ones."""
+    clock = Clock(monkeypatch)
+    search = clock.search(parts, tmp_path, 1000)
+    plan, _ = contenders(search.facts, parts.train, 0)
+    began: list[tuple[str, str]] = []
+
+    def train(say: Any, trial: Trial, *_: Any) -> Trial:
+        began.append((trial.name.split()[-1], trial.round))
+        seconds = 100.0 * trial.epochs if trial.family == "tables" else 1.0
+        clock.now += seconds
+        value = {"popularity": 0.1, "ease": 0.2, "tables": 0.3}[trial.family]
+        return replace(trial, value=value, seconds=seconds, pace=seconds / trial.epochs, best=trial.epochs)
+
+    monkeypatch.setattr(search_module, "_train", train)
+    search.run(plan)
+    first = began.index(("tau=0.2", "complete"))
+    assert began[:3] == [("popularity", "short"), ("lam=20", "short"), ("tau=0.2", "short")]
+    assert ("tau=0.5", "short") not in began[:first]
+    assert clock.now > 400
+    assert search.fits(search.closing([search.finalists()[0]]))
+
+
 def test_better_families_come_first_in_later_turns(parts: Split, tmp_path: Path) -> None:
     """After the first turn the order is that of the families' values; the best of each family trains completely."""
     bare = Split(parts.train, parts.valid)

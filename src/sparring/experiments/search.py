@@ -43,7 +43,8 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 _FUSING = 6e-3  # seconds per validation query, to judge a fusion and once more to choose its weights
 _POOLING = {"cpu": 1.5e-3, "cuda": 1.5e-4}  # seconds per query and run, for fusing its lists
 _LAST = 0.03  # of the time: for the files of the choice
-# Shares of the rest: short trainings may begin until the first, complete ones until the second, and once more.
+# Shares of the rest: short trainings may begin until the first, complete ones until the second, and once more. The
+# complete training of the best may use all of it.
 _PASSES = ((0.35, 0.6), (0.8, 1.0))
 _LARGEST = 0.25  # of the time: the most that a short training may take
 _SLACK = 1.1  # trainings take up to this much longer than expected
@@ -232,6 +233,7 @@ class Search:
             for short, complete in _PASSES:
                 self._round("short", self._turns(), short)
                 best = self._best()
+                self._round("complete", iter(best[:1]))  # the best of all before other contenders are tried
                 self._round("complete", iter(best[: max(2, math.ceil(len(best) / 3))]), complete)
         else:
             first = max(self.budget.trials - self.budget.trials // 4, 2)
