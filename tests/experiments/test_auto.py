@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -337,19 +339,14 @@ def test_killed_in_the_refit(parts: Split, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.05], ids=["single", "fused"])
-@pytest.mark.parametrize("when", ["before", "during"])
-def test_no_time_for_a_refit(
-    when: str, gain: float, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trials themselves become the run, with the reason, if a refit would take too long or turns out to."""
+def test_no_time_for_a_refit(gain: float, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trials themselves become the run, with the reason, if a refit turns out to take too long."""
     judge(monkeypatch, gain)
-    if when == "before":
-        monkeypatch.setattr(auto_module, "refit_seconds", lambda trial: 1e6)
-    else:
-        retrain = auto_module.retrain
-        monkeypatch.setattr(auto_module, "retrain", lambda s, t, p, f, seconds, *k: retrain(s, t, p, f, 1e-9, *k))
-        monkeypatch.setattr(contenders_module, "FAMILIES", SMALL[2:] if gain == 0 else SMALL)
-    choice = chosen(parts, tmp_path / "out", budget="60s" if when == "before" else 3)
+    retrain = auto_module.retrain
+    monkeypatch.setattr(auto_module, "retrain", lambda s, t, p, f, seconds, *k: retrain(s, t, p, f, 1e-9, *k))
+    slow = SMALL[2], replace(SMALL[2], name="others", settings={**SMALL[2].settings, "dim": 4})
+    monkeypatch.setattr(contenders_module, "FAMILIES", slow)
+    choice = chosen(parts, tmp_path / "out", budget=2)
     assert not choice.refit
     assert "the validation part too" in choice.why[-1]
     assert "refit" not in json.loads((choice.folder / "run.json").read_text())
@@ -359,20 +356,225 @@ def test_no_time_for_a_refit(
     assert choice.test is not None
 
 
-def test_the_search_keeps_time_for_a_refit(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training may take what is left after its own refit and those of others, and 70 % of the time at least."""
-    bare = Split(parts.train, parts.valid)
-    search = Search(bare, tmp_path, Budget.parse("1h"), Facts.of(bare), "ndcg@20", 0, 1, "cpu", None, lambda: None)
-    monkeypatch.setattr(search_module.time, "monotonic", lambda: search.began + 600.0)
-    whole = 3600 - search.reserve
-    assert search.left() == pytest.approx(0.7 * whole - 600)
-    assert search.left(0.5) == pytest.approx(0.5 * whole - 600)
-    search.spent = 1500.0
-    assert search.left() == pytest.approx((whole - 2100) / 2.15)
-    search.trials = [Trial("a", "a", "tables", {}, "short", "done", "a", 2, 0.3, seconds=100.0)]
-    whole = 3600 - search.reserve
-    assert search.left(family="a") == pytest.approx((whole - 2100) / 2.15)
-    assert search.left(family="b") == pytest.approx((whole - 2100 - 115) / 2.15)
+@pytest.mark.parametrize("count", [2, 3], ids=["best alone", "two of three"])
+@pytest.mark.parametrize("stopped", [False, True], ids=["in one go", "resumed"])
+def test_a_source_whose_refit_fails_is_left_out(
+    stopped: bool, count: int, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last source takes too long: the others are fused as if it were not there, or the best is the run alone."""
+    judge(monkeypatch, 0.05)
+    families = (*SMALL, Family("item_knn", "item_knn"))
+    monkeypatch.setattr(contenders_module, "FAMILIES", families[: count + 1])
+    retrain, calls = auto_module.retrain, 0
+
+    def late(search: Search, trial: Trial, *rest: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            raise OutOfTimeError("it takes about 9 s, and 3 s were left for it", 1.0)
+        return retrain(search, trial, *rest)
+
+    monkeypatch.setattr(auto_module, "retrain", late)
+    out = tmp_path / "out"
+    if stopped:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(auto_module, "_written", interrupted(1, auto_module._written))
+            with pytest.raises(KeyboardInterrupt):
+                chosen(parts, out, budget=2 * count - 1)
+    choice = chosen(parts, out, budget=2 * count - 1, resume=stopped)
+    assert calls == count
+    best = {trial.family: trial for trial in sorted(choice.trials[1:], key=lambda trial: trial.value or 0)}
+    ranked = sorted(best.values(), key=lambda trial: -(trial.value or 0))
+    assert len(ranked) == count
+    assert choice.refit
+    assert choice.chosen == tuple(trial.folder for trial in ranked[: count - 1])
+    assert any(ranked[-1].name in line and "9 s" in line for line in choice.why)
+    assert not check(out).problems
+    assert {"trials", "refits", "chosen"}.isdisjoint(path.name for path in out.iterdir())
+    for trial in ranked[: count - 1]:
+        by_hand(trial, parts, tmp_path / "hand" / trial.folder, refit=True)
+    hands = [tmp_path / "hand" / name for name in choice.chosen]
+    if count == 2:
+        assert same_models(out, hands[0])
+        mine, theirs = (json.loads((folder / "result.json").read_text()) for folder in (out, hands[0]))
+        lists = [sparring.load(folder).recommend([1, 2, 3], 5) for folder in (out, hands[0])]
+        assert lists[0].equals(lists[1])
+        assert mine["test"]["metrics"] == theirs["test"]["metrics"]
+    else:
+        fused = fuse(hands, parts, by="scores", k=(10, 20), device="cpu").test
+        assert fused is not None
+        assert json.loads((out / "result.json").read_text())["test"]["metrics"] == fused.to_dict()["metrics"]
+
+
+# The end of a budget in time
+
+
+class Clock:
+    """The time of a search, which passes when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(search_module.time, "monotonic", lambda: self.now)
+
+    def search(self, parts: Split, folder: Path, budget: float) -> Search:
+        bare = Split(parts.train, parts.valid)
+        allowed, facts = Budget.parse(f"{budget}s"), Facts.of(bare, "cpu")
+        return Search(bare, folder, allowed, facts, "ndcg@20", 0, 1, "cpu", None, lambda: None, began=self.now)
+
+
+def tried(name: str, value: float, seconds: float, best: int = 0, epochs: int = 4, pace: float = 0.0) -> Trial:
+    return Trial(
+        name, name, "tables", {}, "short", "done", name, epochs, value, seconds, pace, rank_seconds=1e-3, best=best
+    )
+
+
+def test_the_search_keeps_time_for_its_end(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training leaves what the choice so far needs, and what it needs itself if it becomes a part of the choice."""
+    clock = Clock(monkeypatch)
+    search = clock.search(parts, tmp_path, 1000)
+    clock.now += 100
+    queries, judged = search.facts.queries, search.fused_queries
+    search.trials = [tried("a", 0.4, 100, best=3, pace=20), tried("b", 0.3, 50), tried("popularity", 0.1, 5)]
+    search.trials[2] = replace(search.trials[2], recipe="popularity")
+    again = {"a": 1.15 * 80, "b": 1.15 * 50}  # a was best one epoch before its end
+    each, files = queries * 1.5 * 1e-3, 30
+    fusing = 2 * judged * 6e-3 + 2 * queries * 1.5e-3  # to judge, to choose weights, and the fused lists
+    both = again["a"] + again["b"] + 2 * each + fusing + files
+    assert [trial.name for trial in search.likely()] == ["a", "b"]
+    assert search.reserve == pytest.approx(both)
+    assert search.closing(search.likely()[:1]) == pytest.approx(again["a"] + each + files)
+    assert search.left(0.5, "c") == pytest.approx(0.5 * (1000 - both) - 100)
+    third = queries * 1.5e-3  # to fuse one more
+    assert search.left(1.0, "c") == pytest.approx((900 - both - third) / 2.15)
+    assert search.left(1.0, "b") == pytest.approx((900 - both + again["b"] + each) / 2.15)  # b itself is replaced
+    search.trials[1] = tried("b", 0.3, 600)  # too long to train again beside the other trials
+    assert [trial.name for trial in search.likely()] == ["a"]
+    search.trials.append(tried("c", 0.2, 50))
+    assert [trial.name for trial in search.likely()] == ["a", "c"]
+    search.trials[1] = tried("b", 0.5, 600)
+    assert [trial.name for trial in search.likely()] == ["b"]
+    assert search.reserve == pytest.approx(1.15 * 600 + each + files)
+
+
+def test_trials_leave_time_for_the_refit_of_the_best(
+    parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long trainings take and however good they are, the best can be trained again when they have ended.
+
+    Contenders that would not leave that time are skipped, and the reason names the time that is kept.
+    """
+    monkeypatch.setattr(contenders_module, "FAMILIES", FAMILIES)
+    clock, random, skips = Clock(monkeypatch), np.random.default_rng(0), 0
+    facts = Facts.of(Split(parts.train, parts.valid), "cpu")
+    plan, _ = contenders(facts, parts.train, 0)
+    costs, ended = {}, list[bool]()
+
+    def train(say: Any, trial: Trial, split: Split, folder: Path, *rest: Any) -> Trial:
+        terms, (start, pace) = rest[3], costs[trial.family]
+        epochs = min(trial.epochs, int(max(terms.seconds - start, 0) / pace) if np.isfinite(terms.seconds) else 999)
+        if epochs < terms.least:  # found out after a tenth of the time
+            clock.now += 0.1 * terms.seconds
+            return replace(trial, status="skipped", why="too slow", pace=start + pace)
+        clock.now += (seconds := start + epochs * pace)
+        ended.append(search.fits(search.reserve - 1e-6))
+        value, best = float(random.random()), int(random.integers(1, epochs + 1))
+        return replace(trial, epochs=epochs, value=value, seconds=seconds, pace=pace, best=best, rank_seconds=1e-6)
+
+    monkeypatch.setattr(search_module, "_train", train)
+    monkeypatch.setattr(search_module.gc, "collect", lambda: 0)
+    for budget in (200, 420, 1500) * 10:
+        search = clock.search(parts, tmp_path, budget)
+        costs |= {each.family: (random.exponential(8), random.exponential(20 / each.epochs)) for each in plan}
+        ended.clear()
+        search.run(plan)
+        best = next(trial for trial in search.finalists() if trial.recipe != "popularity")
+        assert search.fits(search.closing([best]))
+        assert all(ended[2:])  # after every training but the first ones, what the choice so far needs is left
+        skipped = [trial for trial in search.trials if trial.status == "skipped"]
+        assert all(trial.why == "too slow" or "for the choice so far" in trial.why for trial in skipped)
+        skips += len(skipped)
+    assert skips
+
+
+def test_the_outcome_is_the_first_that_fits(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random trials, gains and times left: the decision is that of a search over all sets of sources, in order."""
+    clock, random, met = Clock(monkeypatch), np.random.default_rng(0), Counter[tuple[int, bool, bool]]()
+    assert parts.valid is not None
+    more = len(parts.valid) / len(parts.train)
+    for _ in range(600):
+        search = clock.search(parts, tmp_path, 1000)
+        names = "abcd"[: random.integers(1, 5)]
+        refit = {name: float(random.choice([0, 20, 60, 200, 400])) for name in names}
+        search.trials = [tried(name, 0.5 - 0.01 * at, refit[name] / 1.15) for at, name in enumerate(names)]
+        clock.now += 970 - (left := float(random.choice([2, 10, 60, 150, 350, 700])))  # 30 s are for files
+        gain, slow = float(random.choice([0.001, 0.03, 0.2])), float(random.choice([0, 5, 100]))
+        weights = dict(zip(names, random.random(len(names)).tolist(), strict=True))
+        asked = ""
+
+        def judged(runs: list[Path], _: Split, **__: Any) -> FusionGain:
+            nonlocal asked
+            asked = "".join(run.name for run in runs)
+            clock.now += slow  # noqa: B023
+            return FusionGain("a", gain, 0.01, tuple(asked), slow, 0.0, weights)  # noqa: B023
+
+        monkeypatch.setattr(auto_module, "fusion_gain", judged)
+        decision = auto_module._decided(search)
+
+        each, guess = search.facts.queries * 1.5e-3, search.fused_queries * 6e-3
+        pooling = search.facts.queries * 1.5e-3
+
+        def before(sources: str, again: bool) -> float:
+            """Expected seconds from the judgement to the end."""
+            several = 2 * guess + pooling * len(sources) if len(sources) > 1 else 0.0  # noqa: B023
+            return several + each * len(sources) + again * sum(refit[name] for name in sources)  # noqa: B023
+
+        subsets = ["a" + "".join(rest) for n in range(len(names)) for rest in combinations(names[1:], n)]
+        fitting = [each for each in subsets if before(each, True) < left]
+        ours = max(fitting, key=lambda subset: [name in subset for name in names], default="")
+        sources = ours if len(ours) > 1 else names
+        if len(ours) < 2 and max(before(names, False), guess + before(ours, True) if ours else 0.0) >= left:
+            sources = ""
+        if len(names) == 1:
+            sources = ""
+        assert asked == sources
+        left -= slow * bool(sources)
+        expected = "a", before("a", True) < left
+        if sources and gain > 0.01:
+            heavy = "".join(sorted(sources[1:], key=lambda name: -weights[name]))
+            chain = ["a" + "".join(sorted(heavy[:n])) for n in range(len(heavy), 0, -1)]
+            whole = [each for each in chain if sum(refit[name] for name in each) + slow < left]
+            if whole:
+                expected = whole[0], True
+            elif slow < left and (not expected[1] or gain / 0.5 > more):
+                expected = sources, False
+        assert ("".join(trial.name for trial in decision.chosen), decision.refit) == expected
+        met[len(expected[0]), expected[1], expected[0] == names] += 1
+    assert len(met) >= 10  # single, fused and fused of fewer, with refits and without
+
+
+def test_the_best_is_trained_completely_before_others_are_tried(
+    parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short trainings used their share; the complete one of the best takes more than the share of complete ones."""
+    clock = Clock(monkeypatch)
+    search = clock.search(parts, tmp_path, 1000)
+    plan, _ = contenders(search.facts, parts.train, 0)
+    began: list[tuple[str, str]] = []
+
+    def train(say: Any, trial: Trial, *_: Any) -> Trial:
+        began.append((trial.name.split()[-1], trial.round))
+        seconds = 100.0 * trial.epochs if trial.family == "tables" else 1.0
+        clock.now += seconds
+        value = {"popularity": 0.1, "ease": 0.2, "tables": 0.3}[trial.family]
+        return replace(trial, value=value, seconds=seconds, pace=seconds / trial.epochs, best=trial.epochs)
+
+    monkeypatch.setattr(search_module, "_train", train)
+    search.run(plan)
+    first = began.index(("tau=0.2", "complete"))
+    assert began[:3] == [("popularity", "short"), ("lam=20", "short"), ("tau=0.2", "short")]
+    assert ("tau=0.5", "short") not in began[:first]
+    assert clock.now > 400
+    assert search.fits(search.closing([search.finalists()[0]]))
 
 
 def test_better_families_come_first_in_later_turns(parts: Split, tmp_path: Path) -> None:

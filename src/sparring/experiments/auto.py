@@ -5,8 +5,15 @@
     OUT/refits/       after it: the runs that are to be fused, trained again on both parts
     OUT/chosen/       at the end, until its files have moved to OUT: the chosen run, or the fusion of several
 
-The search gets the training and the validation part alone (search.py). Then the choice is trained again on both parts,
-if there is time. The test part is ranked once, by the choice.
+The search gets the training and the validation part alone (search.py). Then the choice is trained again on both parts
+(refitted), if there is time. The test part is ranked once, by the choice. Of the outcomes that the rest of the time
+allows, the first of these is the choice:
+
+1. the best trials, fused, if the gain exceeds its error, and all refitted; trials whose refits do not fit are left out,
+2. the best trial, refitted,
+3. the fusion without a refit, also before 2 if its gain, as a share of the best trial's metric, exceeds the share by
+   which the validation part enlarges the training part: a refit is assumed to be worth less than that,
+4. the best trial.
 """
 
 from __future__ import annotations
@@ -39,6 +46,7 @@ from sparring.training.promotion import promote
 
 NAME = "auto.json"
 _SOURCES = 4  # runs that are considered for fusing, popularity apart
+_FAILURES = (OutOfTimeError, ValueError, RuntimeError, ArithmeticError, MemoryError)
 log = logging.getLogger(__name__)
 
 
@@ -142,9 +150,9 @@ def auto(
             state |= {"chosen": record["chosen"], "why": record["why"], "refit": record.get("refit", False)}
         else:
             search.run(plan)
-            chosen, why = _decided(search)
-            late = _too_late(search, chosen)
-            state |= {"chosen": [trial.folder for trial in chosen], "why": [*why, *late], "refit": not late}
+            decision = _decided(search)
+            names = [trial.folder for trial in decision.chosen]
+            state |= {"chosen": names, "why": decision.why, "refit": decision.refit}
         save()
         for line in state["why"]:
             log.info("%s", line)
@@ -193,8 +201,17 @@ def _opened(folder: Path, resume: bool, overwrite: bool) -> dict[str, Any]:
 # The choice
 
 
-def _decided(search: Search) -> tuple[list[Trial], list[str]]:
-    """The trials that become the run, and why."""
+@dataclass(frozen=True)
+class _Decision:
+    """The trials that become the run, whether they are trained again on both parts, and why."""
+
+    chosen: list[Trial]
+    refit: bool
+    why: list[str]
+
+
+def _decided(search: Search) -> _Decision:
+    """The first outcome, in the order above, that the rest of the time allows."""
     ranked = search.finalists()
     if not ranked:
         raise UserError(f"every trial failed; the first: {search.trials[0].why}")
@@ -208,34 +225,54 @@ def _decided(search: Search) -> tuple[list[Trial], list[str]]:
     if counted is not None and (alike or search.facts.timed or best is counted):
         sources.append(counted)
     if len(sources) < 2:
-        return [best], why
-    late = "no time was left to fuse it with others"
-    if search.budget.seconds is not None and not search.fits(0.5 * search.reserve):
-        return [best], [*why, late]
-    judged = fusion_gain(
-        [search.folder / trial.folder for trial in sources], search.split, select=search.select, device=search.device
-    )
-    gain = f"{judged.gain:+.4f} (standard error {judged.error:.4f}) on queries that did not choose the weights"
+        return _alone(search, best, why)
+    if len(again := search.refittable(sources)) > 1:
+        why += [_left_out(trial) for trial in sources if trial not in again]
+        sources = again
+    elif not search.fits(max(search.closing(sources, refit=False), search.judging + search.closing(again))):
+        return _alone(search, best, [*why, "no time was left to fuse it with others"])
+    places = [search.folder / trial.folder for trial in sources]
+    judged = fusion_gain(places, search.split, select=search.select, device=search.device)
+    search.fusing = judged.seconds + 1.5 * judged.rank_seconds * search.facts.queries
     used = [trial for trial in sources if trial.folder in judged.used or (alike and trial is counted)]
-    names = " + ".join(trial.name for trial in used)
+    gain = f"{judged.gain:+.4f} (standard error {judged.error:.4f}) on queries that did not choose the weights"
     if len(used) < 2 or not judged.gain > judged.error:
-        others = " + ".join(trial.name for trial in sources)
-        return [best], [*why, f"not fused: {others} change {search.select} by {gain}"]
-    needed = judged.seconds + 1.5 * judged.rank_seconds * search.facts.queries
-    if not search.fits(needed):
-        return [best], [
-            *why,
-            f"not fused, for that takes about {needed:.0f} s: {names} change {search.select} by {gain}",
-        ]
-    return used, [*why, f"fused: {names} change {search.select} by {gain}"]
+        return _alone(search, best, [*why, f"not fused: {_names(sources)} change {search.select} by {gain}"])
+    gain, kept, late = f"{_names(used)} change {search.select} by {gain}", list(used), list[str]()
+    while len(kept) > 1 and not search.fits(refit_seconds(*kept) + search.ending(kept)):
+        lightest = min(kept, key=lambda trial: (trial is best, judged.weights.get(trial.folder, 0.0)))
+        kept.remove(lightest)
+        late.append(_left_out(lightest))
+    if len(kept) > 1:
+        line = f"fused: {_names(kept)}; {gain}" if late else f"fused: {gain}"
+        return _Decision(kept, True, [*why, line, *late])
+    assert search.split.valid is not None
+    share = judged.gain / best.value if best.value else math.inf
+    more, again = len(search.split.valid) / len(search.split.train), search.refittable([best])
+    size = f"{share:.1%} of the best alone, and the validation part adds {more:.1%} to the training part"
+    if search.fits(search.ending(used)) and (share > more or not again):
+        return _Decision(used, False, [*why, f"fused: {gain}, {size}" if again else f"fused: {gain}", _no_refit(used)])
+    return _alone(search, best, [*why, f"not fused, for no time was left to train all again: {gain}, {size}"])
 
 
-def _too_late(search: Search, chosen: Sequence[Trial]) -> list[str]:
-    """Why the choice is not trained again on both parts: nothing, unless the time is too short."""
-    needed = sum(map(refit_seconds, chosen))
-    if search.fits(needed + search.ending(chosen)):
-        return []
-    return [f"no time was left to train on the validation part too, which takes about {needed:.0f} s"]
+def _names(trials: Sequence[Trial]) -> str:
+    return " + ".join(trial.name for trial in trials)
+
+
+def _left_out(trial: Trial) -> str:
+    about = f"which takes about {refit_seconds(trial):.0f} s"
+    return f"not fused: {trial.name}, for no time was left to train it again, {about}"
+
+
+def _alone(search: Search, best: Trial, why: Sequence[str]) -> _Decision:
+    """The best trial, trained again if there is time."""
+    if search.fits(search.closing([best])):
+        return _Decision([best], True, [*why])
+    return _Decision([best], False, [*why, _no_refit([best])])
+
+
+def _no_refit(chosen: Sequence[Trial]) -> str:
+    return f"no time was left to train on the validation part too, which takes about {refit_seconds(*chosen):.0f} s"
 
 
 def _finish(
@@ -271,26 +308,38 @@ def _refitted(
 ) -> Evaluation | None:
     """The choice trained again on both parts and written to OUT/chosen; the test metrics.
 
-    If that fails or takes too long, `state` says so, and there is no such folder. Weights of a fusion are those that
-    the trials themselves choose (fusing.py). Only a training of a single run gets the test part, which it ranks last.
+    If a training fails or takes too long, `state` says so: the others are fused without it, and without the first, the
+    best, nothing is refitted and there is no such folder. Weights of a fusion are those that the trials themselves
+    choose (fusing.py). Only a training of a single run gets the test part, which it ranks last.
     """
     out = search.folder.parent
     chosen = [next(trial for trial in search.finalists() if trial.folder == name) for name in state["chosen"]]
     allowed = search.budget.seconds
     end = math.inf if allowed is None else allowed - search.ending(chosen)
     search.listener.begin("training on both parts", len(search.trials), len(search.trials))
+    places = [out / "refits" / trial.folder for trial in chosen]
     try:
-        if len(chosen) == 1:
+        if len(chosen) == 1 and not manifest.is_finished(places[0]):
             test = retrain(search, chosen[0], split, out / "chosen", end - search.elapsed, cutoffs).test
             places = [out / "chosen"]
         else:
-            places = [out / "refits" / trial.folder for trial in chosen]
-            for trial, place in zip(chosen, places, strict=True):
-                if not manifest.is_finished(place):
-                    retrain(search, trial, search.split, place, end - search.elapsed)
+            for trial, place in zip(list(chosen), list(places), strict=True):
+                try:
+                    if not manifest.is_finished(place):
+                        retrain(search, trial, search.split, place, end - search.elapsed)
+                except _FAILURES as failure:
+                    if trial is chosen[0]:
+                        raise
+                    shutil.rmtree(place, ignore_errors=True)
+                    chosen.remove(trial)
+                    places.remove(place)
+                    line = f"not fused after all: {trial.name}, not trained on both parts: {first_line(failure)}"
+                    state |= {"chosen": [each.folder for each in chosen], "why": [*state["why"], line]}
+                    save()
+                    log.info("%s", line)
             shutil.rmtree(out / "chosen", ignore_errors=True)
-            test = _written(search, places, split, out / "chosen", cutoffs)
-    except (OutOfTimeError, ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:
+            test = _written(search, places, split.joined() if len(places) == 1 else split, out / "chosen", cutoffs)
+    except _FAILURES as failure:
         for part in ("refits", "chosen"):
             shutil.rmtree(out / part, ignore_errors=True)
         line = f"not trained on the validation part too: {first_line(failure)}"

@@ -112,7 +112,7 @@ class Contender:
         """The epochs of a short training."""
         return math.ceil(self.epochs / SHORT)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Dimensions of a vector, which the time of an epoch grows with."""
         return resolve(find(self.recipe), self.settings)[0].model.dim

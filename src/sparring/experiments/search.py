@@ -2,6 +2,10 @@
 
 The search sees a training and a validation part and no test part. It keeps the run folder of the best trial of each
 family and the record of all trials.
+
+A budget in time is planned from its end. While trials run, `reserve` is what the choice so far needs: to judge the
+fusion of the best trials, to train them again on both parts, and to rank the test part. A trial may take what is left
+beside it, and not so much that its own training on both parts would not fit.
 """
 
 from __future__ import annotations
@@ -36,10 +40,11 @@ from sparring.training.fitting import Fitted, fit
 from sparring.training.loop import TrainingProgress
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
-_FUSING = 6e-3  # seconds per validation query, for weights
-_POOLING = {"cpu": 4e-3, "cuda": 4e-4}  # seconds per query, for fusing its lists
+_FUSING = 6e-3  # seconds per validation query, to judge a fusion and once more to choose its weights
+_POOLING = {"cpu": 1.5e-3, "cuda": 1.5e-4}  # seconds per query and run, for fusing its lists
 _LAST = 0.03  # of the time: for the files of the choice
-# Shares of the rest: short trainings may begin until the first, complete ones until the second, and once more.
+# Shares of the rest: short trainings may begin until the first, complete ones until the second, and once more. The
+# complete training of the best may use all of it.
 _PASSES = ((0.35, 0.6), (0.8, 1.0))
 _LARGEST = 0.25  # of the time: the most that a short training may take
 _SLACK = 1.1  # trainings take up to this much longer than expected
@@ -47,7 +52,7 @@ _SURE, _EARLY = 0.05, 0.2  # parts of its time between which a training that is 
 _SAVED = 60.0  # seconds between checkpoints
 _LEAST = 3  # epochs of a short training, unless its schedule has fewer
 GROWTH = 1.15  # a training on both parts takes this many times the seconds of one on the training part
-_REFITS = 0.3  # of the time: the most that the search keeps for training its choice on both parts
+_KEPT = 2 / 3  # of the time: the most that the search keeps to fuse two runs; the best trial alone may need more
 _ALWAYS = 10.0  # seconds that the first model may take, however small the budget is
 log = logging.getLogger(__name__)
 
@@ -106,6 +111,12 @@ class Trial:
     pace: float = 0.0  # seconds per epoch, validation included
     rank_seconds: float = 0.0  # to rank a validation query
     why: str = ""
+    best: int = 0  # its best epoch
+
+    @property
+    def start(self) -> float:
+        """Seconds that do not grow with the epochs: to build the run, its closed form, the files."""
+        return max(self.seconds - self.epochs * self.pace, 0.0)
 
 
 class OutOfTimeError(Exception):
@@ -134,6 +145,7 @@ class Search:
     trials: list[Trial] = field(default_factory=list)
     spent: float = 0.0  # seconds of earlier calls
     began: float = field(default_factory=time.monotonic)
+    fusing: float | None = None  # seconds to fuse runs and rank the test part with them, once that was measured
 
     def __post_init__(self) -> None:
         assert self.split.test is None, "a search must not see the test part"
@@ -154,34 +166,63 @@ class Search:
 
     @property
     def reserve(self) -> float:
-        """Seconds for fusing three runs and ranking the test part with them: at most a third of the budget."""
-        assert self.budget.seconds is not None
-        ranking = _POOLING[self.kind] + 4 * max((trial.rank_seconds for trial in self.finalists()[:3]), default=0.0)
-        needed = _FUSING * self.fused_queries + ranking * self.facts.queries + _LAST * self.budget.seconds
-        return min(needed, self.budget.seconds / 3)
+        """Seconds that the end takes with the choice so far."""
+        return self.closing(self.likely())
 
-    def ending(self, chosen: Sequence[Trial]) -> float:
+    def likely(self) -> list[Trial]:
+        """The best trial, and the next one to fuse it with that leaves time for trials."""
+        models = [trial for trial in self.finalists() if trial.recipe != "popularity"]
+        most = _KEPT * (self.budget.seconds or math.inf)
+        pairs = ([models[0], other] for other in models[1:])
+        return next((pair for pair in pairs if self.closing(pair) <= most), models[:1])
+
+    def closing(self, sources: Sequence[Trial], more: int = 0, refit: bool = True) -> float:
+        """Seconds to judge the fusion of these trials and some unknown ones, train these again, and rank the test."""
+        if self.budget.seconds is None:
+            return 0.0
+        judging = self.judging if len(sources) + more > 1 else 0.0
+        return judging + refit * refit_seconds(*sources) + self.ending(sources, more)
+
+    @property
+    def judging(self) -> float:
+        """Seconds to judge a fusion."""
+        return 0.0 if self.budget.seconds is None else _FUSING * self.fused_queries
+
+    def ending(self, sources: Sequence[Trial], more: int = 0) -> float:
         """Seconds for ranking the test part with these trials, fused if there are several, and for the files."""
-        if self.budget.seconds is None or len(chosen) > 1:
-            return 0.0 if self.budget.seconds is None else self.reserve
-        return 1.5 * chosen[0].rank_seconds * self.facts.queries + _LAST * self.budget.seconds
+        if self.budget.seconds is None:
+            return 0.0
+        ranking, runs = 1.5 * sum(trial.rank_seconds for trial in sources) * self.facts.queries, len(sources) + more
+        if runs > 1:  # the fused lists, and those of each source
+            fusing = _FUSING * self.fused_queries + _POOLING[self.kind] * runs * self.facts.queries + ranking
+            ranking = fusing if self.fusing is None else self.fusing
+        return ranking + _LAST * self.budget.seconds
 
     def fits(self, seconds: float) -> bool:
         """Whether the budget has this much time left."""
         return self.budget.seconds is None or self.budget.seconds - self.elapsed > seconds
 
-    def left(self, share: float = 1.0, family: str = "") -> float:
-        """Seconds that a training of a family may take until this share of the time for trainings is used.
+    def refittable(self, sources: Sequence[Trial]) -> list[Trial]:
+        """The trials, in this order, that can be judged, trained again and fused in time; none without the first."""
+        kept: list[Trial] = []
+        for trial in sources:
+            if self.fits(self.closing([*kept, trial])):
+                kept.append(trial)
+            elif not kept:
+                break
+        return kept
 
-        They leave time to train three finalists again on both parts, this training one of them, up to a limit.
-        Infinite for a number of trials.
+    def left(self, share: float = 1.0, family: str = "") -> float:
+        """Seconds that a training of a family may take until this share of the time for trials is used.
+
+        They leave the time that the end takes with the choice so far, and with this training in it. Infinite for a
+        number of trials.
         """
         if self.budget.seconds is None:
             return math.inf
-        whole, elapsed = self.budget.seconds - self.reserve, self.elapsed
-        others = sum(refit_seconds(trial) for trial in self.finalists()[:3] if trial.family != family)
-        before_refits = max((1 - _REFITS) * whole - elapsed, (whole - others - elapsed) / (1 + GROWTH))
-        return min(share * whole - elapsed, before_refits)
+        elapsed, others = self.elapsed, [trial for trial in self.likely() if trial.family != family]
+        with_it = (self.budget.seconds - elapsed - self.closing(others, 1)) / (1 + GROWTH)
+        return min(share * (self.budget.seconds - self.reserve) - elapsed, with_it)
 
     # Rounds
 
@@ -192,6 +233,7 @@ class Search:
             for short, complete in _PASSES:
                 self._round("short", self._turns(), short)
                 best = self._best()
+                self._round("complete", iter(best[:1]))  # the best of all before other contenders are tried
                 self._round("complete", iter(best[: max(2, math.ceil(len(best) / 3))]), complete)
         else:
             first = max(self.budget.trials - self.budget.trials // 4, 2)
@@ -277,28 +319,32 @@ class Search:
         most = contender.short if which == "short" else contender.epochs
         if self.budget.seconds is None:
             return Terms(most, most, math.inf)
-        left, pace, least = self.left(share, contender.family), self._pace(contender), min(_LEAST, most)
+        left, least = self.left(share, contender.family), min(_LEAST, most)
+        start, pace = self._pace(contender) or (0.0, 0.0)
+        expected = _SLACK * (start + most * pace)
         if which == "short":
             left = min(left, _LARGEST * self.budget.seconds)
             if not any(trial.recipe != "popularity" and trial.value is not None for trial in self.trials):
-                wanted = 0.0 if pace is None else most * pace
-                return Terms(most, least, math.inf) if wanted <= max(left, _ALWAYS) else Terms(0, least, left, wanted)
+                begins = expected <= max(left, _ALWAYS)
+                return Terms(most, least, math.inf) if begins else Terms(0, least, left, expected)
         else:
             before = next(trial for trial in self.trials if trial.name == contender.name and trial.round == "short")
             least = min(before.epochs + math.ceil(before.epochs / 2), most)
-        epochs = most if pace is None else min(most, int(max(left, 0.0) / max(pace, 1e-9)))
-        return Terms(epochs if left > 0 else 0, least, left, most * (pace or 0.0))
+        epochs = most if pace == 0 else min(most, int(max(left / _SLACK - start, 0.0) / pace))
+        return Terms(epochs if left > 0 else 0, least, left, expected)
 
-    def _pace(self, contender: Contender) -> float | None:
-        """Expected seconds per epoch, from its own earlier training or that of its family; None if nothing is known."""
-        tried = [*self.trials, *self.skipped.values()]
-        family = [trial for trial in tried if trial.family == contender.family and trial.pace]
-        if not family:
-            return _SLACK * self.facts.square_seconds if contender.family == "ease" else None
-        own = [trial for trial in family if trial.name == contender.name]
-        last = (own or family)[-1]
-        wider = contender.width / max(int(last.settings.get("dim", contender.width)), 1)
-        return _SLACK * last.pace * max(wider, 1.0)
+    def _pace(self, contender: Contender) -> tuple[float, float] | None:
+        """Expected seconds for the start and for an epoch, from its own earlier training or that of its family.
+
+        A training that was stopped early on says less than a finished one. None if nothing is known.
+        """
+        for tried in (self.trials, self.skipped.values()):
+            family = [trial for trial in tried if trial.family == contender.family and trial.pace]
+            if family:
+                last = ([trial for trial in family if trial.name == contender.name] or family)[-1]
+                wider = contender.width / max(int(last.settings.get("dim", contender.width)), 1)
+                return last.start, last.pace * max(wider, 1.0)
+        return (0.0, self.facts.square_seconds) if contender.family == "ease" else None
 
     def _trial(self, contender: Contender, which: Round, terms: Terms) -> Trial:
         """A trial before its outcome is known; skipped if it is not worth a start."""
@@ -316,7 +362,8 @@ class Search:
         if terms.epochs >= terms.least:
             return trial
         about = f"it takes about {terms.expected:.0f} s, and " if terms.expected else ""
-        return replace(trial, status="skipped", epochs=0, why=f"{about}{max(terms.seconds, 0):.0f} s were left for it")
+        left = f"{max(terms.seconds, 0):.0f} s were left for it, beside {self.reserve:.0f} s for the choice so far"
+        return replace(trial, status="skipped", epochs=0, why=about + left)
 
     def _events(self, tasks: Iterator[Task]) -> Iterator[TaskMessage | Ended]:
         """One training at a time in this process, several in processes of their own."""
@@ -392,9 +439,10 @@ def _built(trial: Trial, train: Interactions, folder: Path, select: str, seed: i
     return build(trial.recipe, train, asked)
 
 
-def refit_seconds(trial: Trial) -> float:
-    """The time that a training of a finished trial on both parts takes, as a guess."""
-    return GROWTH * trial.seconds
+def refit_seconds(*trials: Trial) -> float:
+    """The time that trainings of finished trials on both parts take, as a guess: each up to its best epoch."""
+    whole = ((trial.seconds, (trial.epochs - (trial.best or trial.epochs)) * trial.pace) for trial in trials)
+    return GROWTH * sum(max(seconds - later, 0.0) for seconds, later in whole)
 
 
 def retrain(
@@ -440,7 +488,7 @@ def _train(
         built = _built(trial, split.train, folder, select, seed)
         progress = _within(terms, began, say)
         how: dict[str, Any] = {"resume": True, "device": device, "progress": progress, "save_seconds": _SAVED}
-        history = fit(built, split, folder, source=source, **how).history
+        fitted = fit(built, split, folder, source=source, **how)
     except OutOfTimeError as late:
         shutil.rmtree(folder, ignore_errors=True)
         left = terms.seconds - (time.monotonic() - began)
@@ -452,18 +500,27 @@ def _train(
     except (ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:
         shutil.rmtree(folder, ignore_errors=True)
         return replace(trial, status="failed", why=first_line(failure), seconds=round(time.monotonic() - began, 3))
+    history = fitted.history
     ranked = [record for record in history if select in record]
     assert split.valid is not None
     queries = min(len(np.unique(split.valid.queries)), built.setup.validation.valid_queries)
-    seconds = time.monotonic() - began
+    pace = _epoch_seconds(history)
     return replace(
         trial,
         epochs=len(history),
         value=max(float(record[select]) for record in ranked),
-        seconds=round(seconds, 3),
-        pace=round(seconds / len(history), 4),
+        seconds=round(max(time.monotonic() - began, pace * len(history)), 3),  # a resumed one began earlier
+        pace=round(pace, 4),
+        best=fitted.best_epoch,
         rank_seconds=min(record["valid_seconds"] for record in ranked) / max(queries, 1),
     )
+
+
+def _epoch_seconds(history: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of an epoch with its validation; the first epoch does not count if there are more, for it is slower."""
+    first, last, n = history[0]["seconds"], history[-1]["seconds"], len(history)
+    valid = sum(record.get("valid_seconds", 0.0) for record in history)
+    return float((last - first) / (n - 1) if n > 1 else last) + valid / n
 
 
 def _within(terms: Terms, began: float, say: Say) -> TrainingProgress:

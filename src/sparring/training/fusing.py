@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -207,6 +207,7 @@ class FusionGain:
     used: tuple[str, ...]  # the runs that have a weight on both halves of the queries
     seconds: float = 0.0  # that the judgement took
     rank_seconds: float = 0.0  # to rank a query with all runs
+    weights: Mapping[str, float] = field(default_factory=dict)  # of the runs, as the mean over both halves
 
 
 def fusion_gain(
@@ -238,15 +239,17 @@ def fusion_gain(
     best = int(np.argmax([next(iter(each.metrics.values())) for each in alone]))
     order = np.random.default_rng(0).permutation(len(pooled.queries))
     halves = np.sort(order[::2]), np.sort(order[1::2])
-    fused, used = np.zeros(len(order)), {source.name for source in sources}
-    for half, other in (halves, halves[::-1]):
+    fused, shares = np.zeros(len(order)), np.zeros((2, len(sources)))
+    for number, (half, other) in enumerate((halves, halves[::-1])):
         *_, (_, weights) = _best_way(pooled.part(half), (by,))
-        fused[other] = pooled.part(other).values(by, weights)
-        used &= {source.name for source, weight in zip(sources, weights, strict=True) if weight > 0}
+        fused[other], shares[number] = pooled.part(other).values(by, weights), weights
+    names = [source.name for source in sources]
+    used = sorted(name for number, name in enumerate(names) if (shares[:, number] > 0).all())
     gains = fused - next(iter(alone[best].per_query.values()))
     error = float(gains.std(ddof=1) / np.sqrt(len(gains))) if len(gains) > 1 else np.inf
-    name, seconds = sources[best].name, time.monotonic() - began
-    return FusionGain(name, float(gains.mean()), error, tuple(sorted(used)), seconds, each_seconds)
+    means = dict(zip(names, shares.mean(0).tolist(), strict=True))
+    seconds = time.monotonic() - began
+    return FusionGain(names[best], float(gains.mean()), error, tuple(used), seconds, each_seconds, means)
 
 
 @dataclass(frozen=True, eq=False)

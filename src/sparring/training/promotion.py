@@ -40,6 +40,8 @@ def promote(
             if name not in own:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(trial / name, folder / name)
+        if run_folder.is_refit(trial):  # the run that chose the epochs, a folder of its own
+            shutil.copytree(trial / run_folder.SELECTION, folder / run_folder.SELECTION, dirs_exist_ok=True)
         tensors, state = run_folder.own_tensors(run_folder.read_manifest(trial), run_folder.SEEN, meta)
         if split.test is not None:
             meta["data"]["test"], meta["untrained"] = len(split.test), untrained(split)
