@@ -225,7 +225,7 @@ class Gate:
             "raw_path": head.raw_path,
             "query_string": head.query,
             "root_path": "",
-            "headers": head.headers,
+            "headers": list(head.headers),
             "client": (request.client, 0),
             "server": None,
             "state": {},
