@@ -195,7 +195,8 @@ def test_allow_deny_and_conditions_hold_together(truth: MadeRun, client: TestCli
     for item in answer.json()["results"][0]["items"]:
         row = rows[truth.item_ids.index(item["id"])]
         assert (item["price"], item["since"], item["tags"]) == (row["price"], str(row["since"]), row["tags"])
-    assert listed(client.post("/v1/recommend", json={"user": truth.user(1), "allow": []})) == []
+    for nothing in ({"allow": []}, {"allow": [], "fields": ["price"]}):
+        assert listed(client.post("/v1/recommend", json={"user": truth.user(1), **nothing})) == []
 
 
 BAD: list[tuple[str, dict[str, Any], int, str]] = [

@@ -181,12 +181,12 @@ def write_responses(jobs: Sequence[SearchJob], scores: np.ndarray, items: np.nda
     present = items >= 0
     dense = items[present]
     rounded = scores[present].astype(np.float64).round(6)
-    texts = orjson.dumps(rounded, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+    texts = orjson.dumps(rounded, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",") if len(dense) else []
     for name in jobs[0].fields:
         key, values = b",%b:" % orjson.dumps(name), served.catalogue.values(dense, name)
         texts = [text + key + orjson.dumps(value, default=str) for text, value in zip(texts, values, strict=True)]
     parts = [b""] * (2 * len(dense))
-    parts[::2], parts[1::2] = served.catalogue.listed(dense), texts[: len(dense)]
+    parts[::2], parts[1::2] = served.catalogue.listed(dense), texts
     ends = present.sum(1).cumsum().tolist()
     run = b'],"run":%b,"generation":%d' % (orjson.dumps(served.name), served.generation)
     responses, query, start = [], 0, 0
