@@ -347,6 +347,8 @@ def test_two_ranks_train_what_one_process_trains(folder: Path, tmp_path: Path) -
     one, two = all_trained(str(folder), tmp_path, 1), json.loads((tmp_path / "2.json").read_text())
     assert one.keys() == two.keys()
     for name in one:
-        np.testing.assert_allclose(two[name], one[name], rtol=1e-4, atol=1e-6, err_msg=name)
+        # Adam divides by the size of a gradient, so sums in another order move a small one by more than rounding; in
+        # six steps a weight moves by up to 0.06
+        np.testing.assert_allclose(two[name], one[name], rtol=1e-4, atol=1e-5, err_msg=name)
     start = F.normalize(torch.from_numpy(library.SentenceTransformer(str(folder), device="cpu").encode(WORDS)), dim=1)
     assert all(np.abs(np.array(vectors) - start.numpy()).max() > 1e-3 for vectors in one.values())
