@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -194,12 +195,18 @@ def _run(compiler: str, made: Path, processor: str, parallel: bool) -> str | Non
         [compiler, *FLAGS, processor, *threads, "-c", source, "-o", out]
         for source, out in zip(sources, objects, strict=True)
     ]
-    for command in (*commands, [compiler, "-shared", "-o", str(made), *objects]):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)  # noqa: S603
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            return lines[0] if lines else f"exit code {done.returncode}"
-    return None
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        problems = [problem for problem in pool.map(_problem, commands) if problem is not None]
+    return problems[0] if problems else _problem([compiler, "-shared", "-o", str(made), *objects])
+
+
+def _problem(command: list[str]) -> str | None:
+    """Run a compiler; the first line of its error, if there is one."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)  # noqa: S603
+    if not done.returncode:
+        return None
+    lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+    return lines[0] if lines else f"exit code {done.returncode}"
 
 
 class _Address(ctypes.Structure):

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from sparring import __version__
 from sparring.core.errors import UserError
+from sparring.kernels import native
 from sparring.serving.http import schema as s
 from sparring.serving.http.answers import Answering, write_responses
 from sparring.serving.http.gate import INTERNAL_ERROR, Gate, error_response
@@ -83,6 +84,7 @@ class Service:
         threads: int = 1,
         whole: Whole | None = None,
     ) -> None:
+        native.function("threads", "")  # compiles the kernels if need be, before a request would wait for that
         self.registry, self.limits, self.whole = registry, limits, whole
         self.log = log or EventLog(requests=False)
         self.searcher = Searcher(write_responses, threads, limits.waiting)
