@@ -159,6 +159,7 @@ def test_unknown_names_are_one_line(plan_file: Path, tmp_path: Path, refused: Ca
     refused(words(plan_file, out, "--splits", "monthly"), "--splits", "'monthly'", "random")
     refused(words(plan_file, out, "--hours", "0"), "--hours", "'0'")
     refused(words(plan_file, out, "--set", "dimm=3"), "dimm")
+    refused(words(plan_file, out, "--set", "eval_every=2"), "eval_every", "rungs at epoch 1")
     refused(["book", "--sets", "tafeng", "--data-root", str(tmp_path), "--out", str(out)], "tafeng", "--data-root")
     refused(words(tmp_path / "none.toml", out), "none.toml")
     for broken, mention in (
@@ -167,6 +168,9 @@ def test_unknown_names_are_one_line(plan_file: Path, tmp_path: Path, refused: Ca
         (PLAN.replace("trials = 2", "trial = 2"), "'trial'"),
         (PLAN.replace("[[1, 1]]", "[[1, 3]]"), "rungs"),
         (PLAN.replace("[[1, 1]]", "[[2, 2], [1, 1]]"), "rungs"),
+        *((PLAN.replace("[[1, 1]]", rungs), "rungs") for rungs in ("[1, 1]", "[[1]]", '[["1", 1]]', "1")),
+        *((PLAN.replace("= 2", f"= {count}", 1), "trials") for count in ('"2"', "true", "-1")),
+        (PLAN.replace("repetitions = 2", "repetitions = 0"), "repetitions"),
         (PLAN.replace("epochs = 2", "epochs = 2\neval_every = 2"), "eval_every"),
         (PLAN.replace('splits = ["random"]', 'splits = ["often"]'), "'often'"),
         (PLAN.replace('place = "world:200x120"\n', ""), "sets.first"),

@@ -154,10 +154,14 @@ def _entries(kind: Any, part: str, content: Mapping[str, Mapping[str, Any]]) -> 
 
 def _check(plan: Plan) -> None:
     """Raise for names that do not exist, rungs that do not rise, and settings that a recipe does not have."""
-    step = int(str(plan.settings.get("eval_every", 1)))
+    for name, least in (("trials", 0), ("design", 0), ("repetitions", 1)):
+        if not _counts([value := getattr(plan, name)]) or value < least:
+            raise UserError(f"{name} of the plan is {value!r}, not a whole number of at least {least}")
+    if not isinstance(plan.rungs, tuple) or not all(_counts(each) and len(each) == 2 for each in plan.rungs):
+        raise UserError("rungs of the plan must be pairs of epochs and trials that go on, such as [[8, 7], [24, 2]]")
     rungs = [(0, plan.trials + 1), *plan.rungs]
-    if any(not (low[0] + step <= high[0] and low[1] > high[1] > 0) for low, high in pairwise(rungs)):
-        rule = f"epochs must rise by {step} or more (eval_every), and the trials that go on must become fewer"
+    if any(not (low[0] < high[0] and low[1] > high[1] > 0) for low, high in pairwise(rungs)):
+        rule = "epochs must rise, and the trials that go on must become fewer"
         raise UserError(f"the plan has rungs {', '.join(map(str, plan.rungs))}: {rule}")
     if not cutoffs(plan.metrics) or plan.metric not in plan.metrics:
         raise UserError(f"the metric {plan.metric!r} of the plan is not among its metrics {', '.join(plan.metrics)}")
@@ -174,6 +178,11 @@ def _check(plan: Plan) -> None:
     for claim in plan.claims.values():
         _known(plan.methods, (claim.better, claim.worse), "method", f"claims.{claim.name}")
         _known(plan.models, claim.models, "model", f"claims.{claim.name}")
+
+
+def _counts(values: object) -> bool:
+    """Whether this is a list of whole numbers."""
+    return isinstance(values, list) and all(type(value) is int for value in values)
 
 
 def _known(names: Collection[str], asked: Sequence[str], kind: str, where: str) -> None:

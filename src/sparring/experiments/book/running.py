@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -281,8 +282,14 @@ def _git(*words: str) -> str:
 
 def check(book: Book) -> None:
     """Raise before any training if settings are invalid, or the folder holds another study."""
+    ends = [0, *(epochs for epochs, kept in book.plan.rungs if kept < book.plan.trials)]
     for cell in book.cells:
-        settings.resolve(finding.find(cell.method.recipe), book.method(cell).settings, book.plan.base(cell.model))
+        own, base = book.method(cell).settings, book.plan.base(cell.model)
+        setup = settings.resolve(finding.find(cell.method.recipe), own, base)[0]
+        every, last = setup.validation.eval_every, setup.training.epochs  # the last epoch is always validated
+        if any(high < last and high - low < every for low, high in pairwise(ends)):
+            rungs = f"the rungs at epoch {', '.join(map(str, ends[1:]))}"
+            raise UserError(f"{cell.name} validates every {every} epochs (eval_every), too rarely for {rungs}")
     if not book.cells:
         raise UserError("no method of this book has one of its models: choose others with --models or --methods")
     asked = {name: value for name, value in book.changes.items() if not _any_has(book, name)}
