@@ -6,7 +6,7 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +21,7 @@ from sparring.cli import auto as cli_auto
 from sparring.cli import main, screen
 from sparring.core.errors import UserError
 from sparring.core.files import read_tensors
+from sparring.core.workers import Ended, Task
 from sparring.data.interactions import Split
 from sparring.data.splits import split
 from sparring.data.synthetic_world import SyntheticWorld
@@ -575,6 +576,24 @@ def test_the_best_is_trained_completely_before_others_are_tried(
     assert ("tau=0.5", "short") not in began[:first]
     assert clock.now > 400
     assert search.fits(search.closing([search.finalists()[0]]))
+
+
+def test_one_model_alone_may_exceed_the_budget(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of trainings that run at once, one model has all the time that it needs; the others have what is left."""
+    search, given = Clock(monkeypatch).search(parts, tmp_path, 100), dict[str, float]()
+    plan, _ = contenders(search.facts, parts.train, 0)
+
+    def all_at_once(tasks: Iterator[Task]) -> Iterator[Ended]:
+        trainings = [task.arguments for task in tasks]
+        given.update({trial.family: terms.seconds for trial, *_, terms, _ in trainings})
+        return iter([Ended(trial.name, replace(trial, value=0.1, seconds=1.0), None) for trial, *_ in trainings])
+
+    monkeypatch.setattr(search, "_events", all_at_once)
+    search.plan = plan
+    search._round("short", iter(plan[:3]))
+    assert [each.family for each in plan[:3]] == list(given) == ["popularity", "ease", "tables"]
+    assert given["ease"] == np.inf
+    assert given["tables"] <= 25  # a quarter of the budget
 
 
 def test_better_families_come_first_in_later_turns(parts: Split, tmp_path: Path) -> None:

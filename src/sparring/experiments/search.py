@@ -286,7 +286,7 @@ class Search:
                     continue
                 if most is not None and self._count() + len(running) >= most:
                     return
-                terms = self._terms(contender, which, share)
+                terms = self._terms(contender, which, share, any(t.recipe != "popularity" for t, _ in running.values()))
                 trial = self._trial(contender, which, terms)
                 if trial.status == "skipped":
                     self.skipped[trial.name] = trial
@@ -314,8 +314,8 @@ class Search:
     def _count(self) -> int:
         return sum(trial.status != "skipped" for trial in self.trials)
 
-    def _terms(self, contender: Contender, which: Round, share: float) -> Terms:
-        """The limits of a contender's training, as of now."""
+    def _terms(self, contender: Contender, which: Round, share: float, beside: bool = False) -> Terms:
+        """The limits of a contender's training, as of now; `beside` says that another model is being trained."""
         most = contender.short if which == "short" else contender.epochs
         if self.budget.seconds is None:
             return Terms(most, most, math.inf)
@@ -324,7 +324,8 @@ class Search:
         expected = _SLACK * (start + most * pace)
         if which == "short":
             left = min(left, _LARGEST * self.budget.seconds)
-            if not any(trial.recipe != "popularity" and trial.value is not None for trial in self.trials):
+            known = any(trial.recipe != "popularity" and trial.value is not None for trial in self.trials)
+            if not known and not beside:
                 begins = expected <= max(left, _ALWAYS)
                 return Terms(most, least, math.inf) if begins else Terms(0, least, left, expected)
         else:
