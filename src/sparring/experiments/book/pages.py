@@ -197,7 +197,7 @@ def trials_in_words(plan: Mapping[str, Any]) -> str:
     """The trials of a repetition, and the rungs that prune them.
 
     trials_in_words({"trials": 20, "rungs": [[8, 7]]})
-    # 20 in each repetition: all train 8 epochs, the best 7 until they stop rising
+    # 20 in each repetition: all train 8 epochs, the best 7 train until they stop rising
     """
     parts, going = [], "all"
     for epochs, kept in plan["rungs"]:
