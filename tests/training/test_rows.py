@@ -166,6 +166,22 @@ def test_order_is_needed_where_it_is_read(parts: Split) -> None:
         assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"history": 1}, "two items"),
+        ({"model.blocks": 0}, "block"),
+        ({"model.heads": 3}, "heads"),
+        ({"model.inner_dropout": 1.0}, "inner_dropout"),
+        ({"model.multiplier": 0}, "multiplier"),
+    ],
+)
+def test_options_of_sequence_models_are_checked(change: dict[str, Any], word: str, parts: Split) -> None:
+    """A history of one item, and options that make no block, are one-line errors."""
+    with pytest.raises(UserError, match=word):
+        build("ssl", parts.train, {**SMALL, **change}, model="ligr")
+
+
 def test_histories_under_rows_of_pairs_are_causal(parts: Split) -> None:
     """Each pair of a batch is read with exactly the items that came before it."""
     run = build("ssl", parts.train, {**SMALL, "model": "history"})

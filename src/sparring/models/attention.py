@@ -68,6 +68,8 @@ class LigrBlock(nn.Module):
 
     def __init__(self, dim: int, heads: int = 1, dropout: float = 0.1, multiplier: int = 4) -> None:
         super().__init__()
+        if multiplier < 1:
+            raise UserError(f"the multiplier of a LiGR block must be at least 1, got {multiplier}")
         self.heads = checked_heads(dim, heads)
         self.attention_norm, self.forward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)

@@ -107,6 +107,10 @@ def _of_blocks(positions: bool = True) -> Callable[[Callable[..., nn.Module]], M
                 raise UserError("a sequence model needs an order, and the data has no times: name their column", "time")
             if blocks < 1:
                 raise UserError("a sequence model needs at least one block: set model.blocks=1 or more")
+            if settings.history < 2:
+                raise UserError(f"a sequence model reads at least two items, not history={settings.history}")
+            if not 0 <= inner_dropout < 1:
+                raise UserError(f"model.inner_dropout must be at least 0 and below 1, got {inner_dropout}")
             if settings.query_features or settings.query_vectors:
                 raise UserError("a sequence model reads items alone: leave out query_features and query_vectors")
             parts = [block(inputs, settings, heads, inner_dropout, **own) for _ in range(blocks)]
