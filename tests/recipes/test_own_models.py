@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from torch import nn
 
 import sparring
 from sparring.cli.main import main, parser
@@ -325,12 +326,28 @@ def nothing(inputs: Inputs, settings: ModelSettings) -> Retriever:
     return None  # type: ignore[return-value]
 
 
+def fewer_queries(inputs: Inputs, settings: ModelSettings) -> Retriever:
+    return Retriever(nn.Embedding(3, settings.dim), IdTower(inputs.n_items, settings.dim))
+
+
+def fewer_items(inputs: Inputs, settings: ModelSettings) -> Retriever:
+    return Retriever(IdTower(inputs.n_queries, settings.dim), IdTower(5, settings.dim), n_items=inputs.n_items)
+
+
 @pytest.mark.parametrize(
     ("function", "word"),
-    [(no_settings, "inputs, settings"), (hides, "settings.dim"), (narrow, "dim=3"), (nothing, "NoneType")],
+    [
+        (no_settings, "inputs, settings"),
+        (hides, "settings.dim"),
+        (narrow, "dim=3"),
+        (nothing, "NoneType"),
+        (fewer_queries, "3 queries"),
+        (fewer_items, "5 items"),
+    ],
 )
 def test_wrong_models_are_one_line(function: Any, word: str, parts: Split) -> None:
-    """Another signature, an option that hides a setting, another width and no Retriever are one-line errors."""
+    """Another signature, an option that hides a setting, another width or number of ids and no Retriever are one-line
+    errors."""
     with pytest.raises(UserError, match=word) as error:
         build("uns", parts.train, {"dim": 8}, model=function)
     assert "\n" not in str(error.value)
@@ -366,17 +383,14 @@ def test_a_composed_model_trains_and_is_read_again(parts: Split, tmp_path: Path)
     with pytest.raises(UserError, match="load"):
         sparring.load(tmp_path / "run")
     wrong: tuple[tuple[Any, Setup, str], ...] = (
-        (nn_linear(), Setup(), "Retriever"),
-        (Retriever(IdTower(3, 4), IdTower(5, 4)), Setup(), "5 items"),
+        (nn.Linear(2, 2), Setup(), "Retriever"),
+        (Retriever(IdTower(3, 4), IdTower(n_items, 4)), Setup(), "3 queries"),
+        (Retriever(IdTower(n_queries, 4), IdTower(5, 4)), Setup(), "5 items"),
         (made(), Setup.of(model_name="history"), "history"),
     )
     for other, setup, word in wrong:
         with pytest.raises(UserError, match=word):
             compose(parts.train, setup, term, model=other)
-
-
-def nn_linear() -> torch.nn.Module:
-    return torch.nn.Linear(2, 2)
 
 
 def test_settings_name_the_model() -> None:

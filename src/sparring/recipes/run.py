@@ -155,11 +155,19 @@ def _own_model(model: object, data: Interactions, setup: Setup) -> Retriever:
     """A model that was passed to compose, if it fits the data and no other is asked for."""
     if not isinstance(model, Retriever):
         raise UserError(f"model must be a Retriever(query, item), got {_short_repr(model)}")
-    if model.n_items != data.n_items:
-        raise UserError(f"the model has {model.n_items:,} items and the data {data.n_items:,}: they must agree")
+    _check_ids(model, data.n_queries, data.n_items)
     if setup.model.name not in (OWN, ModelSettings().name):
         raise UserError(f"this run has a model of its own: leave out the model {setup.model.name}")
     return model
+
+
+def _check_ids(model: Retriever, n_queries: int, n_items: int) -> None:
+    """Refuse towers of more or fewer ids than the data has."""
+    sizes = ("queries", model.query, n_queries), ("items", model.item, n_items)
+    for ids, tower, n in sizes:
+        found = getattr(tower, "n", None) or getattr(tower, "num_embeddings", n)
+        if found != n:
+            raise UserError(f"the model has {found:,} {ids} and the data {n:,}: they must agree")
 
 
 def solved(
@@ -232,6 +240,7 @@ def build_towers(
         raise UserError(f"the model {name} returned a {type(model).__name__}, not a Retriever")
     if saved is not None:  # the encoder of a text tower may be gone, which its width would be read from
         return model
+    _check_ids(model, inputs.n_queries, inputs.n_items)
     expected = width(settings, setup.text)
     if model.dim != expected:
         how = f"end its towers with layers of settings.dim, or set dim={model.dim - settings.item_bias}"
