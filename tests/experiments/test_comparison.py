@@ -176,6 +176,15 @@ def test_failures_are_reported_and_nothing_is_trained_twice(
     assert "shown seed 0" in (out / "README.md").read_text()
 
 
+def test_a_comparison_whose_trainings_all_failed_has_a_page(done: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Exit code 1, and a page with the failures, also where cheap baselines were measured."""
+    data = str(done[0].parent / "tiny.parquet")
+    words = ["compare", "--data", data, "--recipes", "shown", "--seeds", "1", "--device", "cpu", "--quiet"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 1
+    assert {row["verdict"] for row in table(tmp_path / "out", "quality")} == {CHEAP}
+    assert "--label-column" in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_bad_input_is_one_line(done: tuple[Path, list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and one line that names the bad value, before any training."""
 
@@ -207,6 +216,9 @@ def test_bad_input_is_one_line(done: tuple[Path, list[str]], tmp_path: Path, cap
     refused(with_("--setup", "nothing"), "'nothing'")
     refused(with_("--data", "world:abc"), "world:QUERIESxITEMS")
     refused(with_("--test", "0"), "test part")
+    refused(with_("--models", "ids,sasrec"), "order")
+    refused(lambda words: [*with_("--models", "ids")(words), "--set", "item_features=colour"], "colour", "--items")
+    refused(lambda words: [*with_("--models", "ids")(words), "--set", "item_vectors=no.npy"], "no.npy")
     refused(lambda words: [*words, "--set", "lamm=0.5"], "'lamm'")
     refused(lambda words: [*words, "--set", "seed=5"], "--seeds")
     refused(lambda words: [*words, "--set", "lr=0.5"], "without lr=0.5")

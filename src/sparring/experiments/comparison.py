@@ -23,7 +23,7 @@ from sparring.core import files
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.workers import Failure, Listener
-from sparring.data.interactions import Split
+from sparring.data.interactions import Ids, Interactions, Split
 from sparring.data.synthetic_world import SyntheticWorld
 from sparring.evaluation.metrics import LIST_METRICS, parse
 from sparring.evaluation.ranking import Evaluation, evaluate
@@ -32,6 +32,8 @@ from sparring.experiments import study
 from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.study import Dataset, Method, Study, Training
 from sparring.models import finding as model_finding
+from sparring.models.build import check_described
+from sparring.models.inputs import Inputs
 from sparring.models.named import Model
 from sparring.models.retriever import Retriever
 from sparring.recipes import finding, settings
@@ -40,6 +42,7 @@ from sparring.recipes.run import Run
 from sparring.recipes.setup import Setup, flat
 from sparring.training.baselines import baselines, text_columns
 from sparring.training.fitting import METRICS
+from sparring.training.step import check_rows
 
 BASELINES = "baselines.json"
 log = logging.getLogger(__name__)
@@ -174,6 +177,7 @@ def check(comparison: Comparison) -> None:
             raise UserError(f"{need}: use --valid with a larger share")
         if largest > data.split.train.n_items:
             raise UserError(f"cutoff {largest} exceeds the {data.split.train.n_items:,} items of {data.name}")
+        _check_inputs(comparison, data.split.train)
     sources = {method.name: _sources(method) for method in methods}
     study.check_folder(
         comparison.out,
@@ -195,6 +199,20 @@ def check(comparison: Comparison) -> None:
             "metrics": comparison.metrics,
         },
     )
+
+
+def _check_inputs(comparison: Comparison, train: Interactions) -> None:
+    """Raise if the data lacks the order, the columns or the vectors that a method reads."""
+    inputs = Inputs(Ids(train.query_ids, train.item_ids, train.query_table, train.item_table))
+    read = set()
+    for method in comparison.methods.values():
+        setup = settings.resolve(finding.find(method.recipe), method.settings, comparison.base)[0]
+        check_rows(setup, train)
+        model = setup.model
+        described = (model.query_features, model.query_vectors, model.item_features, model.item_vectors)
+        if described not in read:
+            check_described(inputs, model)
+        read.add(described)
 
 
 def _sources(method: Method) -> list[str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -73,6 +74,13 @@ def query_tower(inputs: Inputs, settings: ModelSettings, item: Tower) -> nn.Modu
     return feature_tower(inputs, settings, "query", item.dim, with_id=kind == "id")
 
 
+def check_described(inputs: Inputs, settings: ModelSettings) -> None:
+    """Refuse columns that no table has, and vectors that do not fit their ids."""
+    sides: tuple[Role, ...] = ("query", "item")
+    for side in sides:
+        _read_features(inputs, settings, side)
+
+
 def _described(settings: ModelSettings, side: Role) -> bool:
     """Whether a tower reads columns or vectors."""
     return bool(
@@ -84,6 +92,22 @@ def _described(settings: ModelSettings, side: Role) -> bool:
 
 def feature_tower(inputs: Inputs, settings: ModelSettings, side: Role, dim: int, with_id: bool) -> FeatureTower:
     """The tower over the columns and vectors of a side."""
+    features, vectors = _read_features(inputs, settings, side)
+    return FeatureTower(
+        inputs.n_queries if side == "query" else inputs.n_items,
+        dim,
+        features,
+        settings.hidden,
+        with_id,
+        settings.init_std,
+        inputs.sparse,
+        vectors,
+        settings.feature_dim,
+    )
+
+
+def _read_features(inputs: Inputs, settings: ModelSettings, side: Role) -> tuple[Features | None, np.ndarray | None]:
+    """The columns and the vectors that the settings name for a side."""
     if side == "query":
         table, columns, place = inputs.ids.query_table, settings.query_features, settings.query_vectors
     else:
@@ -92,17 +116,8 @@ def feature_tower(inputs: Inputs, settings: ModelSettings, side: Role, dim: int,
         tables = "queries" if side == "query" else "items"
         names = ",".join(columns)
         raise UserError(f"{side}_features={names} needs a table of {tables}: give one with --{tables} FILE")
-    return FeatureTower(
-        inputs.n_queries if side == "query" else inputs.n_items,
-        dim,
-        Features.from_table(table, columns) if columns and table is not None else None,
-        settings.hidden,
-        with_id,
-        settings.init_std,
-        inputs.sparse,
-        inputs.vectors(side, place) if place else None,
-        settings.feature_dim,
-    )
+    features = Features.from_table(table, columns) if columns and table is not None else None
+    return features, inputs.vectors(side, place) if place else None
 
 
 def history_items(inputs: Inputs, settings: ModelSettings, item: Tower) -> nn.Module:

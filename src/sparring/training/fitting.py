@@ -264,7 +264,7 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
         raise UserError(f"{run.recipe} is solved by one process: start it without torchrun or --nproc")
     if run.setup.ranking.novelty:
         check_correctable(run.model)
-    check_rows(run, split.train)
+    check_rows(run.setup, split.train)
     weight, n_items = split.train.weight, split.train.n_items
     if weight is not None and len(weight) and not weight.any():
         reason = "the weights of the training pairs are all 0, so there is nothing to learn"

@@ -32,6 +32,7 @@ from sparring.data.weights import spread
 from sparring.kernels.chunked import half_gradients
 from sparring.models.retriever import Retriever
 from sparring.recipes.run import Run, Solver, Term
+from sparring.recipes.setup import Setup
 
 
 def training_step(
@@ -175,7 +176,7 @@ class TrainingRows:
     """
 
     def __init__(self, run: Run, train: Interactions, device: torch.device | str = "cpu") -> None:
-        check_rows(run, train)
+        check_rows(run.setup, train)
         setup, model = run.setup, run.model
         self.kind = setup.batches.rows
         self.queries, self.items = (column.to(device) for column in train.pairs())
@@ -251,9 +252,9 @@ class TrainingRows:
         return torch.cat([pairs, self.by_query.pairs(rows[len(pairs) :], generator)])
 
 
-def check_rows(run: Run, train: Interactions) -> None:
-    """Refuse training data that has no rows of the kind that a run asks for."""
-    if run.setup.batches.rows != "sequences":
+def check_rows(setup: Setup, train: Interactions) -> None:
+    """Refuse training data that has no rows of the kind that a setup asks for."""
+    if setup.batches.rows != "sequences":
         return
     if train.time is None:
         raise UserError("rows=sequences needs an order, and the data has no times: name their column", "time")

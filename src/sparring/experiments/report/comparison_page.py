@@ -93,7 +93,10 @@ def _data_sections(
         if any(row["metric"] == metric for row in rows)
     ]
     costs_table = Table(tuple(column for column in cost.columns if column.title != "data"), costs, cost.caption)
-    first, second = _draw(comparison, data, [row for row in rows if row["verdict"] != CHEAP], costs, runs)
+    trained = [row for row in rows if row["verdict"] != CHEAP]
+    if not trained:
+        return [Section(f"Quality{on}", tuple(sheets))]
+    first, second = _draw(comparison, data, trained, costs, runs)
     return [
         Section(f"Quality{on}", (*sheets, Figures(first))),
         Section(f"Cost and negatives{on}", (Sheet(costs_table), Figures(second))),
