@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sparring.recipes import RECIPES
+from sparring.recipes.settings import is_solved
 from support.settings import effort
 
 SMALL: dict[str, Any] = {
@@ -88,6 +90,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "graph, hops": ("mixgcf", {"n": 8, "k": 2, "model": "lightgcn"}),
     "labels": ("dpr", {"warmup": 2, "draw": "propensity", "optimizer": "adam"}),
     "symmetric, cut": ("mns", {"n": 16, "symmetric": True, "matryoshka": (3, 5)}),
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "ids": {},
+    "features": {"item_features": "category"},
+    "history": {"history": 6},
+    "sets": {"history": 8},
+    "sasrec": {"history": 6},
+    "ligr": {"history": 6},
+    "hstu": {"history": 6},
+    "lightgcn": {},
+    "hashed": {"model.buckets": 64},
+    "text": {"encoder": "bag"},
+}
+STEPPED = [name for name, recipe in RECIPES.items() if not is_solved(recipe)]
+_ALL = [(recipe, model) for recipe in STEPPED for model in MODELS]
+# The quick form takes one model for each recipe, so that every model has several recipes.
+_SOME = [pair for at, pair in enumerate(_ALL) if (at % len(MODELS) - at // len(MODELS)) % len(MODELS) == 0]
+PAIRS = effort(_SOME, _ALL)
+
+
+def under(recipe: str, model: str) -> dict[str, Any]:
+    """The settings of a recipe's first case under a model, with the rows of that model."""
+    first = next(settings for name, settings in CASES.values() if name == recipe)
+    kept = {name: value for name, value in first.items() if name not in ("rows", "draw")}
+    return {**kept, **MODELS[model], "model": model, "batch_size": 25}
+
+
+# The masks of dropout inside a network are drawn for the rows of a rank.
+MATRIX = {
+    f"{recipe} under {model}": (
+        recipe,
+        {**under(recipe, model), **({"model.inner_dropout": 0.0} if model in ("sasrec", "ligr", "hstu") else {})},
+    )
+    for recipe, model in PAIRS
 }
 
 # Four ranks exchange what two exchange, so every third case shows it; all of them if the proof is full.

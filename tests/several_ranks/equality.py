@@ -18,7 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sharded
-from cases import BY_FOUR, CASES, SMALL
+from cases import BY_FOUR, CASES, MATRIX, SMALL
 
 from sparring.core.ranks import Group
 from sparring.core.types import ALONE, Ranks
@@ -28,12 +28,12 @@ from sparring.recipes.settings import build
 from sparring.training import loop as training
 from sparring.training.loop import Trainer, TrainingProgress
 from sparring.training.optimizers import state_tensors
-from support.texts import text_parts
+from support.texts import ordered_text_parts, text_parts
 
 
 def trained(name: str, parts: Split, ranks: Ranks) -> dict[str, Any]:
     """Two epochs in float64: the loss and all gradients of every step, then the complete state and the metrics."""
-    recipe, settings = CASES[name]
+    recipe, settings = {**CASES, **MATRIX}[name]
     run = build(recipe, parts.train, {**SMALL, **settings})
     run = dataclasses.replace(run, setup=run.setup.replaced(clf_epochs=0))
     run.modules().double()
@@ -111,13 +111,13 @@ def main(out: Path, only: list[str]) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair, four = Group(pairs[rank // 2]), Group()
     assert pair.aside != four.aside  # created here, after all ranks have created the same number of groups
-    worlds = {"plain": world(), "texts": text_parts()}
+    worlds = {"plain": world(), "texts": text_parts(), "matrix": ordered_text_parts()}
     found: dict[str, Any] = {}
-    names = [name for name in CASES if not only or name in only]
+    names = [name for name in (*CASES, *MATRIX) if not only or name in only]
     mine = [name for at, name in enumerate(names) if at % 2 == rank // 2]  # this pair's
     alone: dict[str, Any] = {}  # the rank that trains it in one process compares all others with it
     for name, ranks in [(name, pair) for name in mine] + [(name, four) for name in names if name in BY_FOUR]:
-        parts = worlds["texts" if name == "texts" else "plain"]
+        parts = worlds["matrix" if name in MATRIX else "texts" if name == "texts" else "plain"]
         key = f"{name} x{ranks.world}"
         try:
             own = trained(name, parts, ranks)

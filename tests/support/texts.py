@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 import torch
 
-from sparring.data.interactions import Split
+from sparring.data.interactions import Interactions, Split
 from sparring.data.splits import split
 from sparring.data.synthetic_world import make_world
 
@@ -53,6 +53,18 @@ def text_parts() -> Split:
     table = data.item_table.with_columns(pl.Series("text", items))
     data = dataclasses.replace(data, item_table=table, query_table=pl.DataFrame({"text": queries}))
     return split(data, "random", valid=0.1, test=0.2, seed=1)
+
+
+def ordered_text_parts() -> Split:
+    """The same with times: the order of the rows."""
+
+    def timed(part: Interactions | None) -> Interactions | None:
+        return None if part is None else dataclasses.replace(part, time=np.arange(len(part)))
+
+    parts = text_parts()
+    train = timed(parts.train)
+    assert train is not None
+    return Split(train, timed(parts.valid), timed(parts.test))
 
 
 def tiny_bert(folder: Path, dropout: float = 0.1, width: int = 16) -> Path:

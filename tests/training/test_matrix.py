@@ -1,6 +1,6 @@
 """Every recipe under every model: it trains, and a resumed training equals an uninterrupted one bit for bit.
 
-Several processes are compared with one in tests/several_ranks.
+tests/several_ranks compares the same pairs in several processes with one.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ import dataclasses
 import importlib.util
 import itertools
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from sparring.data.interactions import Interactions, Split
-from sparring.recipes import RECIPES
+from sparring.data.interactions import Split
 from sparring.recipes.run import Run
-from sparring.recipes.settings import build, is_solved
+from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 from sparring.training.loop import Trainer, TrainingProgress
-from support.settings import effort
-from support.texts import text_parts
+from support.texts import ordered_text_parts
 
 _path = Path(__file__).parents[1] / "several_ranks" / "cases.py"
 _spec = importlib.util.spec_from_file_location("matrix_cases", _path)
@@ -31,46 +27,19 @@ assert _spec.loader is not None
 cases = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(cases)
 
-MODELS: dict[str, dict[str, Any]] = {
-    "ids": {},
-    "features": {"item_features": "category"},
-    "history": {"history": 6},
-    "sets": {"history": 8},
-    "sasrec": {"history": 6},
-    "ligr": {"history": 6},
-    "hstu": {"history": 6},
-    "lightgcn": {},
-    "hashed": {"model.buckets": 64},
-    "text": {"encoder": "bag"},
-}
-STEPPED = [name for name, recipe in RECIPES.items() if not is_solved(recipe)]
-SMALL = dict(reversed(list(cases.CASES.values())))  # the first case of each
-ALL = [(recipe, model) for recipe in STEPPED for model in MODELS]
-# The quick form takes one model for each recipe, so that every model has several recipes.
-SOME = [pair for at, pair in enumerate(ALL) if (at % len(MODELS) - at // len(MODELS)) % len(MODELS) == 0]
-
 
 @pytest.fixture(scope="module")
 def parts() -> Split:
     """A small world with texts and categories, in an order."""
-    random = text_parts()
-
-    def timed(part: Interactions | None) -> Interactions | None:
-        return None if part is None else dataclasses.replace(part, time=np.arange(len(part)))
-
-    train = timed(random.train)
-    assert train is not None
-    return Split(train, timed(random.valid), timed(random.test))
+    return ordered_text_parts()
 
 
 def a_run(parts: Split, recipe: str, model: str) -> Run:
-    settings = {**cases.SMALL, **SMALL[recipe], **MODELS[model], "batch_size": 25, "epochs": 2}
-    settings = {name: value for name, value in settings.items() if name not in ("rows", "draw")}
-    run = build(recipe, parts.train, settings, model=model)
+    run = build(recipe, parts.train, {**cases.SMALL, **cases.under(recipe, model)})
     return dataclasses.replace(run, setup=run.setup.replaced(clf_epochs=0))
 
 
-@pytest.mark.parametrize(("recipe", "model"), effort(SOME, ALL))
+@pytest.mark.parametrize(("recipe", "model"), cases.PAIRS)
 def test_every_recipe_trains_every_model(parts: Split, recipe: str, model: str) -> None:
     """Two steps change the model and leave finite losses."""
     made = Trainer(a_run(parts, recipe, model), parts, torch.device("cpu"), None, TrainingProgress())
@@ -86,7 +55,7 @@ class Stop(Exception):
     """Raised where a training is interrupted."""
 
 
-@pytest.mark.parametrize(("recipe", "model"), effort(SOME, ALL))
+@pytest.mark.parametrize(("recipe", "model"), cases.PAIRS)
 def test_resuming_changes_no_bit(parts: Split, recipe: str, model: str, tmp_path: Path) -> None:
     """A training that was interrupted within its second epoch ends with the weights of an uninterrupted one."""
     alone = Split(parts.train)
