@@ -41,6 +41,22 @@ class TestInBatch(NegativesContract):
                     want[row, item] += 1 / (7 * world.popularity[item])
         torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
 
+    def test_rows_of_one_query_never_count_against_each_other(self) -> None:
+        """Where rows share a query, a row counts the columns of other queries whose item its query does not know."""
+        world = World.build()
+        step = world.step(8, 1, each=3)
+        got = dense(self.make(world)(step), step, world.n_items)
+        known = world.known.clone()
+        known[step.query_ids, step.item_ids] = True
+        want = torch.zeros_like(got)
+        for row in range(8):
+            for column in range(8):
+                item = step.item_ids[column]
+                if not known[step.query_ids[row], item]:
+                    want[row, item] += 1 / (7 * world.popularity[item])
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+        assert bool((got > 0).any())
+
 
 class TestInBatchUncorrected(NegativesContract):
     batch = 128

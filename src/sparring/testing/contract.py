@@ -325,12 +325,26 @@ class NegativesContract:
                 assert torch.equal((with_mask > 0), (without > 0) & ~never)
         assert touched or not masking or self.masks == "none", "no candidate was ever excluded"
 
+    def test_rows_that_share_a_query(self) -> None:
+        """Where rows share queries, as those of a sequence do, no row counts an item that it excludes, the positives
+        of its query's other rows included if these are known; loss and gradients are those of the formula."""
+        world = World.build()
+        negatives = self.warmed(world)
+        for seed in range(5):
+            step = world.step(self.batch, seed, each=4)
+            never = excluded(world, step, self.masks)
+            assert bool((dense(negatives(step), step, world.n_items)[never] == 0).all()), "an excluded item counts"
+        self._assert_formula(world, negatives, each=4)
+
     def test_loss_and_gradient(self) -> None:
         """Loss and gradients equal the formula written out pair by pair; no gradient flows through the weights."""
         world = World.build()
-        negatives = self.warmed(world)
+        self._assert_formula(world, self.warmed(world))
+
+    def _assert_formula(self, world: World, negatives: Negatives, each: int = 1) -> None:
+        """Loss and gradients of a step are those of the formula, written out."""
         table = world.items.clone().requires_grad_()
-        step, again = world.step(self.batch, 1, table=table), world.step(self.batch, 1, table=table)
+        step, again = (world.step(self.batch, 1, table=table, each=each) for _ in range(2))
         ours, plain = sampled_softmax(step, negatives(step)), plain_loss(again, negatives(again))
         torch.testing.assert_close(ours.double(), plain, rtol=1e-5, atol=1e-5)
         upstream = torch.linspace(0.5, 1.5, len(ours))

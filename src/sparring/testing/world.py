@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparring.core.types import Positives, Step
+from sparring.core.types import Batch, Positives, Step
 
 
 @dataclass(frozen=True)
@@ -58,30 +58,34 @@ class World:
         """(N,) float64: the probability that the positive of a row is item j."""
         return self.counts.double() / self.counts.sum()
 
-    def step(self, batch: int, seed: int, *, first: int | None = None, table: Tensor | None = None) -> Step:
+    def step(
+        self, batch: int, seed: int, *, first: int | None = None, table: Tensor | None = None, each: int = 1
+    ) -> Step:
         """One training step: rows and positives follow `seed`, and so does the generator that samplers draw from.
 
         `first` replaces the positive of row 0; `table` (N, D) replaces the item vectors, as a leaf to take gradients
-        of.
+        of. With `each` above 1 that many rows share a query, as those of a sequence do.
         """
         source = torch.Generator().manual_seed(2 * seed + 1)
-        # no query twice: its known positives would then depend on the rest of the batch
-        query_ids = torch.randperm(len(self.queries), generator=source)[:batch]
+        # no query twice without `each`: its known positives would depend on the rest of the batch
+        query_ids = torch.randperm(len(self.queries), generator=source).repeat_interleave(each)[:batch]
         item_ids = torch.multinomial(self.counts.double(), batch, replacement=True, generator=source)
         if first is not None:
             item_ids[0] = first
         vectors = self.items if table is None else table
         known = self.known.clone()
         known[query_ids, item_ids] = True
+        q, v = self.queries[query_ids].clone().requires_grad_(), vectors[item_ids]
         return Step(
             query_ids,
             item_ids,
-            self.queries[query_ids].clone().requires_grad_(),
-            vectors[item_ids],
+            q,
+            v,
             torch.tensor(self.tau, dtype=self.items.dtype),
             lambda ids: vectors[ids],
             torch.Generator().manual_seed(2 * seed),
             _lists(known),
+            whole=Batch(query_ids, item_ids, q, v, grouped=True) if each > 1 else None,
         )
 
     def logits(self, step: Step) -> Tensor:
