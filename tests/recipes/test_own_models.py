@@ -20,8 +20,11 @@ from torch import nn
 import sparring
 from sparring.cli.main import main, parser
 from sparring.core.errors import UserError
-from sparring.data.interactions import Split
+from sparring.data.histories import histories
+from sparring.data.interactions import Interactions, Split
 from sparring.data.synthetic_world import make_world
+from sparring.data.table import from_frame
+from sparring.evaluation.ranking import evaluate
 from sparring.experiments.comparison import ComparedData, Comparison
 from sparring.experiments.search_space import space
 from sparring.models import Inputs, ModelSettings, Retriever, finding
@@ -32,7 +35,7 @@ from sparring.models.towers import IdTower
 from sparring.negatives import Sampled, Uniform
 from sparring.recipes import RECIPES, Range
 from sparring.recipes.finding import find
-from sparring.recipes.run import Term, compose
+from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build, own_setup, resolve
 from sparring.recipes.setup import SETTINGS, Setup, find_setting, parse_setup
 from sparring.serving.http.served_run import load_served
@@ -391,6 +394,36 @@ def test_a_composed_model_trains_and_is_read_again(parts: Split, tmp_path: Path)
     for other, setup, word in wrong:
         with pytest.raises(UserError, match=word):
             compose(parts.train, setup, term, model=other)
+
+
+def reads_histories(data: Interactions, setup: Setup = Setup()) -> Run:
+    """Queries as the mean of their last three items, by a tower of its own."""
+    item = IdTower(data.n_items, 4)
+    towers = Retriever(HistoryTower(item, histories(data), 3), item, "dot")
+    return compose(data, setup, Term(1.0, Sampled(Uniform(data.n_items), 4)), model=towers)
+
+
+def test_towers_of_ones_own_read_the_histories_of_the_run(tmp_path: Path) -> None:
+    """A loaded run reads what came before the test part, validation items included, however its towers were built."""
+    rows, rng = 90, np.random.default_rng(0)
+    frame = {"user": rng.integers(0, 8, rows), "item": rng.integers(0, 12, rows), "time": np.arange(rows)}
+    parts = sparring.split(from_frame(pl.DataFrame(frame)), "leave-last-out")
+    train, before = parts.train, parts.joined().train
+    assert before.time is not None
+    run = build(reads_histories, train, {"epochs": 1, "batch_size": 16})
+    fitted = sparring.fit(run, parts, tmp_path / "run", k=(5,), device="cpu")
+    given = sparring.load(tmp_path / "run", reads_histories(train).model)
+    for loaded in (given, sparring.load(tmp_path / "run", recipe=reads_histories)):
+        table = loaded.model.item_vectors()
+        for query in range(train.n_queries):
+            taken = before.queries == query
+            items = before.items[taken][np.argsort(before.time[taken])]
+            found = loaded.model.query_vectors(torch.tensor([query]))[0]
+            torch.testing.assert_close(found, table[torch.from_numpy(items[-3:]).long()].mean(0))
+        assert parts.test is not None
+        again = evaluate(loaded.model, parts.test, parts.seen_for("test"), (5,), ("ndcg",))
+        assert fitted.test is not None
+        assert again.metrics["ndcg@5"] == fitted.test.metrics["ndcg@5"]
 
 
 def test_settings_name_the_model() -> None:

@@ -485,12 +485,18 @@ def read_run(
     tensors, _ = own_tensors(listed, path.name, meta)
     eligibility = read_eligibility(listed, meta, ids)
     setup = parse_setup(meta["setup"])
-    if isinstance(model, Retriever):
-        built = model
-    elif (setup.model.name == OWN and model is None) or (models.is_ours(setup.model.name) and meta.get("towers")):
-        built = _recipe_model(folder, meta, ids, eligibility.seen, recipe, trust)
-    else:
+    own = model if isinstance(model, Retriever) else None
+    if own is None and (
+        (setup.model.name == OWN and model is None) or (models.is_ours(setup.model.name) and meta.get("towers"))
+    ):
+        own = _recipe_model(folder, meta, ids, eligibility.seen, recipe, trust)
+    if own is None:
+        assert not isinstance(model, Retriever)
         built = _described_model(listed, meta, setup, ids, tensors, model_of(folder, setup, model, trust))
+    else:
+        built, past = own, _read_past(listed, meta, len(ids.query_ids), len(ids.item_ids))
+        if past is not None:  # its towers were built with other histories
+            built.remember(past)
     if f"{checkpoint.CLOSED}gains" in tensors and built.closed_form is None:
         built = built.with_closed_form(LowRankEase.empty(built.n_items, len(tensors[f"{checkpoint.CLOSED}gains"])))
     try:
