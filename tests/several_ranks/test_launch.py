@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import polars as pl
 import pytest
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparring.cli import main
-from sparring.cli.train import without_launcher
+from sparring.cli.train import _report, without_launcher
 from sparring.core import files, ranks
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
@@ -77,6 +79,29 @@ def test_processes_do_not_start_processes(
     """--nproc under torchrun is a one-line error."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     refused(["train", "--data", pairs, "--out", tmp_path / "run", "--nproc", 2], "torchrun")
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "word"),
+    [
+        ((-signal.SIGTERM, 2), 2, ""),  # the launcher ends the ranks that are left
+        ((2, 2), 2, ""),
+        ((-signal.SIGKILL, 2), 128 + signal.SIGKILL, "rank 0 was killed by SIGKILL"),
+        ((1, -signal.SIGTERM), 128 + signal.SIGTERM, "rank 1 was killed by SIGTERM"),
+        ((1, 1), 1, "rank 0 ended with code 1"),
+    ],
+)
+def test_the_rank_that_ended_a_training_is_named(
+    codes: tuple[int, ...], code: int, word: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that was killed comes before those that only lost it; after bad input nothing more is said."""
+    failures: list[Any] = [
+        SimpleNamespace(local_rank=rank, exitcode=each, timestamp=rank) for rank, each in enumerate(codes)
+    ]
+    assert _report(failures) == code
+    said = capfd.readouterr().err
+    assert word in said
+    assert bool(said) == bool(word)
 
 
 def test_the_launchers_words_are_its_own() -> None:

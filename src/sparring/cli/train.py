@@ -423,6 +423,9 @@ def launch(words: list[str], nproc: int, restarts: int) -> int:
 
 def _report(failures: list[ProcessFailure]) -> int:
     """Name the rank that ended the training, a killed one before those that only lost it; the exit code."""
+    codes = {each.exitcode for each in failures}
+    if USER_ERROR in codes <= {USER_ERROR, -signal.SIGTERM}:
+        return USER_ERROR  # a rank has printed its line, and the launcher has ended the others
     failure = min(failures, key=lambda each: (each.exitcode >= 0, each.timestamp))
     code, who = failure.exitcode, f"rank {failure.local_rank}"
     advice = "the same command with --resume continues from the last checkpoint"
