@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
@@ -37,3 +38,14 @@ def test_hits_are_held_out_purchases(tmp_path: Path, capsys: pytest.CaptureFixtu
         hits = {" ".join(line.split()[-3:-1]) for line in marked}
         assert int(example.split(",")[1].split()[0]) == len(hits) > 0
         assert hits <= held
+
+
+def test_a_folder_named_as_the_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    """Runs in ./demo would be read as the data of the next command: one line, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    refused(["demo", "--out", "demo"], "demo", "--out")
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "demo").mkdir()
+    refused(["demo"], "demo")

@@ -44,6 +44,9 @@ def demo(args: Namespace, execute: Callable[[list[str]], int]) -> int:
     """Each step is a command that is printed before it runs, so that a reader can run it again."""
     from sparring.core.files import read_json
 
+    if Path("demo").exists() or args.out.resolve() == Path("demo").resolve():
+        raise UserError("a file or folder `demo` is read instead of the data set demo: choose another --out or place")
+
     def run(line: str) -> None:
         words = shlex.split(line)
         show("", heading(f"$ {shlex.join(['sparring', *words])}"))
