@@ -93,6 +93,23 @@ def test_what_is_not_said_stays(truth: MadeRun, client: TestClient) -> None:
     assert "new" in ids(client, {"item": item, "k": 60})
 
 
+def test_lists_in_a_column_stay_lists(truth: MadeRun, client: TestClient) -> None:
+    """An item has its list before and after a change of another column, by itself and in a list."""
+    assert truth.table is not None
+    tags = dict(zip(truth.item_ids, truth.table["tags"].to_list(), strict=True))
+    for changes in range(2):
+        for item in truth.item_ids[:2]:
+            assert client.get(f"/v1/items/{item}").json()["columns"]["tags"] == tags[item]
+        answer = client.post("/v1/similar", json={"item": truth.item_ids[9], "k": 59, "fields": ["tags"]}).json()
+        found = {item["id"]: item["tags"] for item in answer["results"][0]["items"]}
+        assert found == {item: given for item, given in tags.items() if item != truth.item_ids[9]}
+        put(client, *({"id": item, "price": 5.0 + changes} for item in truth.item_ids[:2]))
+    new = [{"column": "tags", "op": "contains", "value": "new"}]
+    assert set(ids(client, {"item": truth.item_ids[9], "k": 60, "where": new})) == set(truth.item_ids[1::2]) - {
+        truth.item_ids[9]
+    }
+
+
 def test_a_deleted_item_is_gone_until_it_is_put_again(truth: MadeRun, client: TestClient) -> None:
     """A deleted item is not listed or described; a put restores its trained vector and columns."""
     item, other = truth.item_ids[7], truth.item_ids[8]

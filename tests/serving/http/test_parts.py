@@ -84,6 +84,18 @@ def test_items_of_a_list_are_the_json_of_id_and_title(titles: list[str | None], 
     check()
 
 
+def test_titles_that_are_numbers_are_texts() -> None:
+    """Of the run and of an item whose other columns were changed, in a list and by themselves."""
+    table = pl.DataFrame({"title": pl.Series([5.95, None, 7.5], dtype=pl.Float32), "price": [1, 2, 3]})
+    items = Catalogue(Ids(Vocabulary([]), Vocabulary(["a", "b", "c"]), item_table=table))
+    for row in range(-1, 3):
+        if row >= 0:
+            items.put("abc"[row], {"price": 4})
+        assert items.values(np.arange(3), "title") == ["5.95", None, "7.5"]
+        parts = b"".join(part + b"0" for part in items.listed(np.arange(3)))
+        assert [item["title"] for item in json.loads(b"[" + parts[2:] + b"}]")] == ["5.95", None, "7.5"]
+
+
 def test_the_store_keeps_the_last_word_on_every_item(tmp_path: Path) -> None:
     """Items are ordered by last change, with bit-exact vectors; synchronous=FULL and WAL are on."""
     store = Store(tmp_path / "s" / "items.sqlite")

@@ -136,7 +136,10 @@ class Catalogue:
         return ids
 
     def listed(self, dense: np.ndarray) -> list[bytes]:
-        """The JSON of items (n,) in a list, from the item before to the score: b'},{"id":1042,"title":"A","score":'."""
+        """The JSON of items (n,) in a list, each from the end of the one before to its score.
+
+        catalogue.listed(np.array([0]))  # [b'},{"id":1042,"title":"A","score":']
+        """
         text, others = self._listed, self._relisted
         rows = dense if not self._added_ids else np.minimum(dense, len(self.base) - 1)
         spans = zip(self._starts[rows].tolist(), self._starts[rows + 1].tolist(), strict=True)
@@ -171,7 +174,7 @@ class Catalogue:
             for position, item in enumerate(dense.tolist()):
                 row = self.changed.get(item)
                 if row is not None:
-                    values[position] = row.get(column)
+                    values[position] = _title(row) if column == "title" else row.get(column)
         return values
 
     def row(self, dense: int) -> dict[str, Any]:
@@ -182,7 +185,8 @@ class Catalogue:
     def _given(self, dense: int) -> dict[str, Any]:
         """The columns of one item in the run."""
         if self.table is not None and dense < len(self.base):
-            return {name: _shortest(self.table[name].slice(dense, 1))[0] for name in self.table.columns}
+            one = self.table.slice(dense, 1)
+            return {name: _shortest(one[name]).to_list()[0] for name in one.columns}
         return {}
 
     def check(self, columns: Mapping[str, Any]) -> None:
@@ -218,7 +222,7 @@ class Catalogue:
                     converted[name] = _converted(name, value, self.schema[name])
         if converted or dense >= len(self.base):
             row = self.changed[dense] = {**self._given(dense), **converted}
-            self._relisted[dense] = _listed(self.original(np.array([dense]))[0], row.get("title"))
+            self._relisted[dense] = _listed(self.original(np.array([dense]))[0], _title(row))
             self.version += 1
         else:
             self.forget(dense)
@@ -266,8 +270,14 @@ class Catalogue:
         return np.packbits(mask)
 
 
-def _listed(item: int | str, title: Any) -> bytes:
-    return b'},%b,"score":' % orjson.dumps({"id": item, "title": title}, default=str)[:-1]
+def _title(row: Mapping[str, Any]) -> str | None:
+    """The title of a changed item as a text, as `titles` has those of the run."""
+    title = row.get("title")
+    return title if title is None or isinstance(title, str) else str(pl.Series([title]).cast(pl.String)[0])
+
+
+def _listed(item: int | str, title: str | None) -> bytes:
+    return b'},%b,"score":' % orjson.dumps({"id": item, "title": title})[:-1]
 
 
 def _size(entry: tuple[np.ndarray, int, np.ndarray]) -> int:
