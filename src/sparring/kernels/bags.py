@@ -96,7 +96,7 @@ def _slots(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _spare(ROWS, BEGIN, END, USED, slots, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Give slots without places the items of others in turn: no item gets many more rows of gradient, all zero."""
+    """Give spare slots the items of others in turn: their gradients are 0, and no item gets many more rows of them."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     used = tl.load(USED)
     spare = (slot >= used) & (slot < slots)

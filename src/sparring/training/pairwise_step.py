@@ -27,7 +27,7 @@ from sparring.recipes.run import Run
 from sparring.training.row_optimizers import RowOptimizer
 
 TRIED = 16  # steps that are timed with one thread, and as many with all
-IN_TURN = 8  # of them in a row: the first after a change find rows in the cache of the other processor
+IN_TURN = 8  # of these steps in a row: the first ones after a change find rows in the cache of another processor
 PairwiseStep = Callable[[Tensor, torch.Generator, Tensor | None], Tensor]
 
 

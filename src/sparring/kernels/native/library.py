@@ -1,10 +1,9 @@
 """Compile the C++ files of this folder with the system's compiler, keep the library in the user's cache, and load it.
 
 The first process on a machine compiles for a few seconds and says so; later ones load the file. Its name holds a hash
-of all that it was made from (sources, flags, compiler, processor) and one of its content, so a
-stale or damaged file is never loaded. Nor is one from a folder that other users may write to. Where there is no
-compiler, or anything fails, `function` answers None, one line says why, and callers run their torch code.
-`SPARRING_NATIVE=0` has the same effect.
+of all that it was made from (sources, flags, compiler, processor) and one of its content, so a stale or damaged file is
+never loaded. Nor is one from a folder that other users may write to. Where there is no compiler, or anything fails,
+`function` answers None, one line says why, and callers run their torch code. `SPARRING_NATIVE=0` has the same effect.
 
 The kernels use the OpenMP runtime that torch has loaded, so `torch.set_num_threads` and OMP_NUM_THREADS hold for them,
 and a process never has two runtimes. ctypes releases the GIL during a call.

@@ -160,8 +160,7 @@ class Index(Stored):
         """The most frequent search of a service: few queries, each with few excluded items. None if it does not apply.
 
         The general search calls numpy a dozen times more, about 0.1 ms per batch: as much as FAISS takes for a query.
-        Hidden items are dropped before the others are scored exactly, so refine x k of them are scored, as without
-        hidden ones.
+        Hidden items are dropped before the exact scores: refine x k items get one, as many as if none were hidden.
         """
         if self.ann is None or not self._ids_are_rows or not 0 < len(q) <= 2 * _EXTRA:
             return None
