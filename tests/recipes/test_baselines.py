@@ -18,6 +18,7 @@ from sparring.cli import main
 from sparring.core import workers
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
+from sparring.data.pairs import NO_TIME
 from sparring.evaluation.ranking import evaluate
 from sparring.experiments.comparison import ComparedData, Comparison, compare
 from sparring.experiments.comparison_tables import negatives, quality
@@ -118,14 +119,21 @@ def test_a_gpu_solves_what_a_cpu_solves(name: str, parts: Split) -> None:
 
 
 def test_popularity_ranks_by_interactions_of_late(parts: Split) -> None:
-    """Counts sum weights; with a half-life, each interaction counts 2^(-age / half-life)."""
-    train = replace(parts.train, weight=np.random.default_rng(0).uniform(0.1, 2, len(parts.train)).astype(np.float32))
-    assert train.time is not None
+    """Counts sum weights; with a half-life, each interaction counts 2^(-age / half-life), one without a time as much as
+    the oldest."""
+    assert parts.train.time is not None
+    time = parts.train.time.copy()
+    lost = np.arange(len(time)) % 7 == 0
+    dates = [int(t) for t, gone in zip(time, lost, strict=True) if not gone]
+    time[lost] = NO_TIME[time.dtype.kind]
+    weights = np.random.default_rng(0).uniform(0.1, 2, len(time)).astype(np.float32)
+    train = replace(parts.train, weight=weights, time=time)
     for half_life in (None, 0.1):
         expected = np.zeros(train.n_items)
-        span = int(train.time.max() - train.time.min())
-        for item, weight, time in zip(train.items, train.weight, train.time, strict=True):  # type: ignore[arg-type]
-            age = 0.0 if half_life is None else float(train.time.max() - time) / (half_life * span)
+        span = max(dates) - min(dates)
+        for item, weight, moment, gone in zip(train.items, weights, time, lost, strict=True):
+            known = min(dates) if gone else int(moment)
+            age = 0.0 if half_life is None else (max(dates) - known) / (half_life * span)
             expected[item] += float(weight) * 2**-age
         run = build("popularity", train, {"half_life": half_life})
         fit(run, replace(parts, train=train), device="cpu", k=(10,))
@@ -212,11 +220,17 @@ def test_settings_that_a_recipe_cannot_have_are_refused(
     assert "\n" not in str(error.value)
 
 
-def test_a_half_life_needs_times(parts: Split) -> None:
-    """Data without times gets one line."""
-    timeless = Split(replace(parts.train, time=None))
-    with pytest.raises(UserError, match="times"):
-        fit(build("popularity", timeless.train, {"half_life": 0.1}), timeless, device="cpu")
+def test_a_half_life_needs_times(parts: Split, file: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    """Data without times, or with positions in their place, gets one line, and nothing is written."""
+    for data in (replace(parts.train, time=None), replace(parts.train, is_order=True)):
+        with pytest.raises(UserError, match="times"):
+            build("popularity", data, {"half_life": 0.1})
+        run = build("popularity", parts.train, {"half_life": 0.1})
+        with pytest.raises(UserError, match="times"):
+            fit(run, Split(data), device="cpu")
+    words = ["train", "--data", str(file), "--recipe", "popularity", "--set", "half_life=0.1", "--device", "cpu"]
+    refused([*words, "--out", str(tmp_path / "run")], "half_life", "--time-column")
+    assert not (tmp_path / "run").exists()
 
 
 def test_several_processes_are_refused(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
+from sparring.data.pairs import undated
 from sparring.models.retriever import Retriever
 from sparring.models.towers import HistoryReader, IdTower
 
@@ -39,8 +40,8 @@ class ItemCounts:
 
         weight of an interaction of age t = w 2^(-t / (half_life span))
 
-    `half_life` is a share of the time span of the training part, so it needs no unit; None counts all ages alike. The
-    loss is the mean of -log(c_i / sum c) over the interactions.
+    `half_life` is a share of the time span of the training part, so it needs no unit; None counts all ages alike. An
+    interaction without a time is as old as the oldest. The loss is the mean of -log(c_i / sum c) over the interactions.
     """
 
     half_life: float | None = None
@@ -51,14 +52,20 @@ class ItemCounts:
         if self.half_life is not None and not 0 < self.half_life < math.inf:
             raise UserError(f"half_life must be positive and finite, or none; got {self.half_life}")
 
+    def check(self, data: Interactions) -> None:
+        """Refuse a half-life where the data has no times."""
+        if self.half_life is not None and (data.time is None or data.is_order):
+            has = "none" if data.time is None else "only the order of each query's items"
+            raise UserError(f"half_life needs times, and the data has {has}: name their column with --time-column")
+
     def sweeps(self, model: Retriever, data: Interactions) -> Iterator[float]:
         assert isinstance(model.item, IdTower)
+        self.check(data)
         weight = np.ones(len(data)) if data.weight is None else data.weight.astype(np.float64)
-        if self.half_life is not None:
-            if data.time is None:
-                raise UserError("half_life needs times, and the data has none: name their column with --time-column")
-            age = (data.time.max(initial=0) - data.time).astype(np.float64)
-            weight = weight * 2.0 ** (-age / max(self.half_life * age.max(initial=0.0), 1e-300))
+        if self.half_life is not None and data.time is not None and len(data):
+            known, newest = ~undated(data.time), data.time.max()
+            age = (newest - np.where(known, data.time, data.time[known].min(initial=newest))).astype(np.float64)
+            weight = weight * 2.0 ** (-age / max(self.half_life * age.max(), 1e-300))
         counts = np.bincount(data.items, weights=weight, minlength=data.n_items)
         model.item.weight.copy_(torch.from_numpy(np.log1p(counts)).unsqueeze(1))
         share = counts[data.items] / max(counts.sum(), 1e-300)

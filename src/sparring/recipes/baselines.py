@@ -36,7 +36,9 @@ def popularity(
 
     Cremonesi et al., Performance of Recommender Algorithms on Top-N Recommendation Tasks, RecSys 2010 (TopPop).
     """
-    return solved(data, setup, CONSTANT, ItemCounts(half_life))
+    counts = ItemCounts(half_life)
+    counts.check(data)
+    return solved(data, setup, CONSTANT, counts)
 
 
 def item_knn(
