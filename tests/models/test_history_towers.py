@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparring.data.histories import Before, Given, Histories, Windows
+from sparring.data.histories import Before, Context, Given, Histories, Windows
 from sparring.models.attention import HstuBlock, LigrBlock, SasRecBlock
 from sparring.models.histories import HistoryTower, by_distance
+from sparring.models.parts import Sum
 from sparring.models.retriever import Retriever
 from sparring.models.sequences import SequenceTower
 from sparring.models.towers import IdTower
@@ -272,6 +273,46 @@ def test_retriever_passes_the_context_to_a_tower_that_reads_it() -> None:
     assert plain.past_readers() == []
     with pytest.raises(ValueError, match="IdTower cannot encode a history"):
         plain.encode_histories(torch.tensor([[1]]))
+
+
+class Doubled(nn.Module):
+    """A tower around another that knows nothing of contexts."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower, self.n = tower, 5
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 2.0 * self.tower(ids)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("around", [Doubled, lambda tower: Sum(Doubled(tower), tower)])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_a_context_reaches_histories_inside_towers_of_ones_own(
+    pooling: str, around: Callable[[nn.Module], nn.Module]
+) -> None:
+    """A module around a tower of histories, which passes no context on, reads what the tower alone would read; outside
+    a step everything that is known."""
+    tower = a_history_tower(pooling)
+    whole = around(tower)
+    model, factor = Retriever(whole, tower.item, score="dot"), 2.0 if isinstance(whole, Doubled) else 3.0
+    ids, places = places_of(PLACES)
+    given = Given(places[:2], torch.tensor([0, 1]), torch.tensor([1, 0, 2]), torch.arange(3))
+    contexts: list[tuple[Tensor, Context]] = [
+        (ids, Before(places)),
+        (torch.tensor([q for q, _ in windows()[1]]), windows()[0]),
+    ]
+    if pooling != "attention":
+        contexts.append((torch.arange(3), given))
+    for rows, context in contexts:
+        want = factor * tower(rows, context)
+        torch.testing.assert_close(model.encode_queries(rows, context), want)
+        with torch.no_grad():
+            torch.testing.assert_close(model.encode_queries(rows, context), want)
+    torch.testing.assert_close(model.encode_queries(ids), factor * tower(ids))
+    with pytest.raises(IndexError):
+        model.encode_queries(torch.tensor([99]), Before(places[:1]))
+    torch.testing.assert_close(model.encode_queries(ids), factor * tower(ids))
 
 
 SEQUENCES = ["sasrec", "ligr", "hstu"]

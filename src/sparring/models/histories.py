@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -26,6 +28,7 @@ class PastReader(HistoryReader):
     histories are buffers that no state dict holds: a run folder has them in a file of its own.
     """
 
+    reads: Context | None = None  # the context of `reading`, for a call without one
     item: nn.Module  # encodes the items of histories
     start: Tensor
     items: Tensor
@@ -50,6 +53,7 @@ class PastReader(HistoryReader):
         self.longest = int(past.start.diff().max()) if self.n and len(past.items) else 0
 
     def forward(self, ids: Tensor, context: Context | None = None) -> Tensor:
+        context = self.reads if context is None else context
         if isinstance(context, Windows):
             vectors = self.encode_windows(*self._window(context.places), context.places)
             return vectors.flatten(0, 1).index_select(0, context.slots)
@@ -109,6 +113,24 @@ class PastReader(HistoryReader):
         raise UserError(f"rows=sets needs a tower that sums or averages items, not {type(self).__name__}")
 
 
+def past_readers(tower: nn.Module) -> list[PastReader]:
+    """The parts of a tower that read histories."""
+    return [part for part in tower.modules() if isinstance(part, PastReader)]
+
+
+@contextmanager
+def reading(tower: nn.Module, context: Context) -> Iterator[None]:
+    """Inside the block the parts of a tower read histories with this context, whatever the modules around them pass."""
+    readers = past_readers(tower)
+    for part in readers:
+        part.reads = context
+    try:
+        yield
+    finally:
+        for part in readers:
+            part.reads = None
+
+
 def filled(items: Tensor) -> Tensor:
     """Items with -1 replaced by one of the others, so that an empty slot adds no row to a sparse gradient."""
     return torch.where(items >= 0, items, items.amax().clamp(min=0)).long()
@@ -153,7 +175,7 @@ class HistoryTower(PastReader):
             self.recency = nn.Parameter(torch.zeros(last))
 
     def forward(self, ids: Tensor, context: Context | None = None) -> Tensor:
-        known = context is None and not torch.is_grad_enabled()
+        known = context is None and self.reads is None and not torch.is_grad_enabled()
         if known and self.pooling != "attention" and isinstance(self.item, IdTower):
             return self._known(ids.reshape(-1)).reshape(*ids.shape, -1)
         return super().forward(ids, context)

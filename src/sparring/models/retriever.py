@@ -20,7 +20,7 @@ from sparring.core.types import ALONE, ItemLayers, Ranks
 from sparring.data.histories import Context, Histories
 from sparring.kernels.native import vectors as native
 from sparring.models.graph import GraphItems
-from sparring.models.histories import PastReader
+from sparring.models.histories import PastReader, past_readers, reading
 from sparring.models.low_rank_ease import LowRankEase
 from sparring.models.parts import Perceptron
 from sparring.models.towers import HistoryReader, IdTower, UnitTower, evaluating, width_of
@@ -71,8 +71,9 @@ class Retriever(nn.Module):
 
     def encode_queries(self, ids: Tensor, context: Context | None = None) -> Tensor:
         """Vectors of queries (..., D). In training a context says what a tower of histories may read for each row."""
-        if context is not None and self._reads_context:
-            return self._finished(self.query(ids, context))
+        if context is not None:
+            with reading(self.query, context):
+                return self._finished(self.query(ids, context) if self._reads_context else self.query(ids))
         if self.closed_form is None:
             return self._finished(self.query(ids))
         assert isinstance(self.query, PastReader)
@@ -82,7 +83,7 @@ class Retriever(nn.Module):
 
     def past_readers(self) -> list[PastReader]:
         """The parts of the query tower that read histories."""
-        return [part for part in self.query.modules() if isinstance(part, PastReader)]
+        return past_readers(self.query)
 
     def remember(self, past: Histories) -> None:
         """Let the query tower read these histories from now on."""

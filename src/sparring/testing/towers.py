@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import unittest
 
 import torch
 from torch import Tensor, nn
 
+from sparring.data.histories import Before, Context, SequenceBatches, Windows
+from sparring.models.histories import past_readers, reading
 from sparring.models.towers import HistoryReader
 
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (5,), (2, 3), (2, 1, 2))
@@ -152,6 +155,33 @@ class TowersContract:
         assert bool(vectors.isfinite().all()), "the vector of a history is not finite"
         for row, vector in zip(items, vectors, strict=True):
             self._close(tower.encode_history(row[None])[0], vector, "a history's vector depends on other rows")
+
+    def test_the_future_changes_nothing(self) -> None:
+        """Where a HistoryTower or SequenceTower inside reads an order, the vector that predicts an item depends on the
+        items of its query before that one alone: other items everywhere else, in the same window too, change nothing.
+        """
+        tower = self.built().eval()
+        readers = past_readers(tower)
+        past = readers[0].past if readers else None
+        if past is None or not past.ordered or int(past.start.diff().max()) < 2:
+            raise unittest.SkipTest("the tower reads no histories in an order: the future was not tested")
+        places, slots, windows = next(SequenceBatches(past, readers[0].last, len(past.items)).steps(0))
+        owners = torch.searchsorted(past.start, places, right=True) - 1
+
+        def read(items: Tensor, context: Context) -> Tensor:
+            for reader in readers:
+                reader.remember(dataclasses.replace(past, items=items))
+            with reading(tower, context):
+                vectors: Tensor = tower(owners)
+            return vectors
+
+        others = (past.items + 1) % (past.items.max() + 1)
+        for context in (Before(places), Windows(windows, slots)):
+            known = read(past.items, context)
+            for row, place in enumerate(places.tolist()):
+                before, changed = slice(int(past.start[owners[row]]), place), others.clone()
+                changed[before] = past.items[before]
+                self._close(read(changed, context)[row], known[row], "the vector that predicts an item knows others")
 
     def _close(self, found: Tensor, wanted: Tensor, why: str) -> None:
         assert torch.allclose(found, wanted, rtol=self.tolerance, atol=self.tolerance), why
