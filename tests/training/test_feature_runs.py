@@ -53,6 +53,7 @@ def vectors(parts: Split, tmp_path: Path) -> Path:
         {"query_features": "country"},
         {"query_features": "country", "query_tower": "features"},
         {"query_features": "country", "query_tower": "history"},
+        {"query_features": "country", "model": "sasrec"},
     ],
 )
 def test_a_run_is_read_again_without_its_files(
@@ -72,7 +73,8 @@ def test_a_run_is_read_again_without_its_files(
     assert ("IdTower" in [type(part).__name__ for part in loaded.item.inputs]) is ("item_tower" not in settings)
     kinds: dict[object, type] = {"history": DescribedHistory, "features": FeatureTower}
     if "query_features" in settings:
-        assert isinstance(loaded.query, kinds.get(settings.get("query_tower"), FeatureTower))
+        kind = "history" if "model" in settings else settings.get("query_tower")
+        assert isinstance(loaded.query, kinds.get(kind, FeatureTower))
 
 
 def test_resume_notices_other_vectors(described: Split, vectors: Path, tmp_path: Path) -> None:

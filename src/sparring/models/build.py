@@ -18,7 +18,7 @@ from sparring.data.texts.encoder import Pooling, own_prompt
 from sparring.data.texts.texts import Role, Texts, text_of, tokenized
 from sparring.models.encoders import add_lora, encoder_place, encoder_width, load_encoder, open_encoder
 from sparring.models.hashed import HashedIds
-from sparring.models.histories import HistoryTower
+from sparring.models.histories import HistoryTower, PastReader
 from sparring.models.inputs import Inputs
 from sparring.models.item_corrections import Augmented, Centroids, shared_vectors
 from sparring.models.item_to_item import item_to_item
@@ -30,7 +30,7 @@ from sparring.models.rowwise_tables import RowWiseTable
 from sparring.models.settings import ModelSettings, TextSettings
 from sparring.models.sharded_tables import ShardedTable
 from sparring.models.text import BagEncoder, TextTower, TransformerEncoder, prompted
-from sparring.models.towers import IdTower
+from sparring.models.towers import HistoryReader, IdTower, width_of
 
 
 def width(model: ModelSettings, text: TextSettings) -> int:
@@ -66,12 +66,17 @@ def query_tower(inputs: Inputs, settings: ModelSettings, item: Tower) -> nn.Modu
             "sum" if settings.pooling == "sum" else "attention" if settings.pooling == "attention" else "mean"
         )
         history = HistoryTower(history_items(inputs, settings, item), inputs.past, settings.history, pooling)
-        if not described:
-            return history
-        return DescribedHistory(history, feature_tower(inputs, settings, "query", item.dim, with_id=False))
+        return with_columns(inputs, settings, history)
     if kind == "id" and not described:
         return id_table(settings, inputs.n_queries, item.dim, inputs.sparse)
     return feature_tower(inputs, settings, "query", item.dim, with_id=kind == "id")
+
+
+def with_columns(inputs: Inputs, settings: ModelSettings, history: PastReader) -> HistoryReader:
+    """A tower of histories, plus that of the queries' columns and vectors where the settings name some."""
+    if not _described(settings, "query"):
+        return history
+    return DescribedHistory(history, feature_tower(inputs, settings, "query", width_of(history), with_id=False))
 
 
 def check_described(inputs: Inputs, settings: ModelSettings) -> None:

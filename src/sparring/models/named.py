@@ -18,7 +18,7 @@ from torch import nn
 
 from sparring.core.errors import UserError
 from sparring.models.attention import HstuBlock, LigrBlock, SasRecBlock
-from sparring.models.build import finished, history_items, item_tower, query_tower
+from sparring.models.build import finished, history_items, item_tower, query_tower, with_columns
 from sparring.models.graph import Graph, GraphItems
 from sparring.models.hashed import HashedIds
 from sparring.models.inputs import Inputs
@@ -111,13 +111,11 @@ def _of_blocks(positions: bool = True) -> Callable[[Callable[..., nn.Module]], M
                 raise UserError(f"a sequence model reads at least two items, not history={settings.history}")
             if not 0 <= inner_dropout < 1:
                 raise UserError(f"model.inner_dropout must be at least 0 and below 1, got {inner_dropout}")
-            if settings.query_features or settings.query_vectors:
-                raise UserError("a sequence model reads items alone: leave out query_features and query_vectors")
             parts = [block(inputs, settings, heads, inner_dropout, **own) for _ in range(blocks)]
             item = item_tower(inputs, settings)
             read = history_items(inputs, settings, item)
             query = SequenceTower(read, inputs.past, settings.history, parts, inner_dropout, positions)
-            return finished(inputs, settings, query, item)
+            return finished(inputs, settings, with_columns(inputs, settings, query), item)
 
         shared, more = (list(inspect.signature(each).parameters.values()) for each in (build, block))
         options = [each for each in more if each.kind is each.KEYWORD_ONLY]
