@@ -166,6 +166,15 @@ def test_order_is_needed_where_it_is_read(parts: Split) -> None:
         assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("recipe", ["uns", "ssl", "xir"])
+def test_sequences_of_one_item_are_refused(recipe: str) -> None:
+    """Where no query has two training items there is nothing to predict, and one line says so, in any recipe."""
+    rows = pl.DataFrame({"user": range(9), "item": [n % 4 for n in range(9)], "time": range(9)})
+    data = from_frame(rows)
+    with pytest.raises(UserError, match="at least two items in the training part, and none has"):
+        TrainingRows(build(recipe, data, {**SMALL, "model": "sasrec"}), data)
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [

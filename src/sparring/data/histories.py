@@ -219,6 +219,14 @@ class SetBatches(RandomBatches):
             yield tuple(torch.from_numpy(column).to(device, non_blocking=True) for column in (places[step], owners))
 
 
+def check_sequences(train: Interactions) -> None:
+    """Refuse training data that has no rows of sequences: no order, or no query with two items."""
+    if train.time is None:
+        raise UserError("rows=sequences needs an order, and the data has no times: name their column", "time")
+    if not rows_per_query(train, "sequences", 1).any():
+        raise UserError("rows=sequences needs a query with at least two items in the training part, and none has")
+
+
 def rows_per_query(train: Interactions, rows: str, most: int) -> np.ndarray:
     """(queries,) the rows that each query gives an epoch; sequences and sets have at most `most`."""
     count = np.bincount(train.queries, minlength=train.n_queries)

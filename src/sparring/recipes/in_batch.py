@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparring.data.histories import target_shares
+from sparring.data.histories import check_sequences, target_shares
 from sparring.data.interactions import Interactions
 from sparring.data.propensity import inverse_propensities
 from sparring.losses import bpr as bpr_loss
@@ -382,6 +382,8 @@ def positive_counts(data: Interactions, setup: Setup) -> Tensor:
     rows = setup.batches.rows
     if rows == "pairs":
         return torch.from_numpy(data.counts())
+    if rows == "sequences":
+        check_sequences(data)
     if rows in ("sequences", "sets"):
         shares = target_shares(data, rows, setup.model.history)
         return torch.from_numpy(np.bincount(data.items, weights=shares, minlength=data.n_items))

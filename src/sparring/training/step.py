@@ -24,8 +24,8 @@ from sparring.data.histories import (
     SequenceBatches,
     SetBatches,
     Windows,
+    check_sequences,
     histories,
-    rows_per_query,
 )
 from sparring.data.interactions import Interactions, Split
 from sparring.data.weights import spread
@@ -254,12 +254,8 @@ class TrainingRows:
 
 def check_rows(setup: Setup, train: Interactions) -> None:
     """Refuse training data that has no rows of the kind that a setup asks for."""
-    if setup.batches.rows != "sequences":
-        return
-    if train.time is None:
-        raise UserError("rows=sequences needs an order, and the data has no times: name their column", "time")
-    if not rows_per_query(train, "sequences", 1).any():
-        raise UserError("rows=sequences needs a query with at least two items in the training part, and none has")
+    if setup.batches.rows == "sequences":
+        check_sequences(train)
 
 
 def sample_steps(
