@@ -2,10 +2,11 @@
 
     python benchmarks/leave_one_out.py --data demo --data tiktok_mm --data tafeng --out leave_one_out.jsonl
 
-A rule says how `default` chooses its temperature from the first epochs, when its closed form stays, and what else it
-changes: epochs, bias, width. For each set the towers are trained once at each temperature that a rule asks for, and
-once per change at the temperature of the shipped rule. The first epochs of a training are its trial, so the choice of
-every rule is read from these records. NDCG@20 is that of the test part, ranked with the validation items as history.
+A rule says how `default` chooses its temperature from the first epochs, when its closed form stays and in which form,
+and what else it changes: epochs, bias, width. For each set the towers are trained once at each temperature that a rule
+asks for, and once per change at the temperature of the shipped rule. The first epochs of a training are its trial, so
+the choice of every rule is read from these records. NDCG@20 is that of the test part, ranked with the validation items
+as history.
 For each set, the rule with the best mean of log NDCG@20 on the test parts of the other sets is reported on it, beside
 the shipped rule, popularity, EASE and iALS (chosen on the validation part, which they do not read as history).
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from sparring.evaluation.ranking import Evaluation
 from sparring.models import spectral_start
 from sparring.models.retriever import Retriever
 from sparring.training import closed_form, temperature
-from sparring.training.closed_form import add_closed_form
+from sparring.training.closed_form import ClosedFormChoice, add_closed_form
 from sparring.training.loop import Trainer, TrainingProgress
 from sparring.training.peak import peak
 
@@ -70,11 +71,17 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON lines of trainings: those in it are read")
     parser.add_argument("--changes", default=",".join(CHANGES), help="changes that are trained beside the temperatures")
+    parser.add_argument("--rules", default="", help="beginnings of rules' names: others but the shipped are left out")
     given = parser.parse_args()
     logging.getLogger("sparring").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     changes = [name for name in given.changes.split(",") if name]
-    rules = {name: rule for name, rule in RULES.items() if not rule.change or rule.change in changes}
+    begins = ("shipped", *given.rules.split(",")) if given.rules else ("",)
+    rules = {
+        name: rule
+        for name, rule in RULES.items()
+        if name.startswith(begins) and (not rule.change or rule.change in changes)
+    }
     report({name: Runs(name, given.out) for name in given.data}, rules)
 
 
@@ -131,7 +138,37 @@ def trained(parts: Split, settings: dict[str, Any]) -> Record:
     with trainer.checkpoints:
         trainer.train()
     trainer.checkpoints.load_best(trainer.state.best_epoch)
-    ranked: list[np.ndarray] = []  # NDCG@20 by query, of the towers, then of both
+    low_rank, few = (beside(trainer, thinned) for thinned in (False, True))
+    past = past_of(parts, "test").latest(run.setup.model.history)
+    test = {}
+    for name, model in {"towers": run.model, "both": low_rank.model, "few": few.model}.items():
+        model.remember(past)
+        test[name] = tested(model, parts, trainer.listed)
+    towers, both, thinned = few.ranked if few.choice.neighbours else (*low_rank.ranked, low_rank.ranked[1])
+    return {
+        "tau": run.setup.temperature.tau,
+        "epoch": trainer.state.best_epoch,
+        "valid": valid,
+        "lam": low_rank.choice.lam,
+        "weight": low_rank.choice.weight,
+        "errors": standard_errors(both - towers),
+        "few": few.choice.weight if few.choice.neighbours else None,
+        "few_errors": min(standard_errors(thinned - both), standard_errors(thinned - towers)),
+        "test": test,
+    }
+
+
+class Beside(NamedTuple):
+    """A model beside a closed form, the choice of it, and NDCG@20 by query: towers, low rank, few weights if tried."""
+
+    model: Retriever
+    choice: ClosedFormChoice
+    ranked: list[np.ndarray]
+
+
+def beside(trainer: Trainer, thinned: bool) -> Beside:
+    """The best closed form of a kind beside trained towers, whether it gains or not."""
+    run, ranked = trainer.run, []
 
     def rank(model: Retriever, queries: int) -> Evaluation:
         found = trainer.ranked(model, queries)
@@ -139,25 +176,17 @@ def trained(parts: Split, settings: dict[str, Any]) -> Record:
             ranked.append(found.per_query["ndcg@20"])
         return found
 
-    closed_form.ERRORS = -np.inf  # the best one, whether it gains or not
-    both, choice = add_closed_form(
-        run.model, parts.train.positives(), run.closed_form, None, rank, "ndcg@20", run.setup.seed
-    )
-    gain = ranked[1] - ranked[0]
-    past = past_of(parts, "test").latest(run.setup.model.history)
-    test = {}
-    for name, model in {"towers": run.model, "both": both}.items():
-        model.remember(past)
-        test[name] = tested(model, parts, trainer.listed)
-    return {
-        "tau": run.setup.temperature.tau,
-        "epoch": trainer.state.best_epoch,
-        "valid": valid,
-        "lam": choice.lam,
-        "weight": choice.weight,
-        "errors": float(gain.mean() / (gain.std() / len(gain) ** 0.5)) if gain.std() > 0 else 0.0,
-        "test": test,
-    }
+    usual = closed_form.ERRORS, closed_form.MATTERS
+    closed_form.ERRORS, closed_form.MATTERS = -np.inf, 0.0 if thinned else np.inf
+    pairs = trainer.split.train.positives()
+    model, choice = add_closed_form(run.model, pairs, run.closed_form, None, rank, "ndcg@20", run.setup.seed)
+    closed_form.ERRORS, closed_form.MATTERS = usual
+    return Beside(model, choice, ranked)
+
+
+def standard_errors(gain: np.ndarray) -> float:
+    """The mean gain over queries in standard errors of it."""
+    return float(gain.mean() / (gain.std() / len(gain) ** 0.5)) if gain.std() > 0 else 0.0
 
 
 def tested(model: Retriever, parts: Split, listed: torch.Tensor | None) -> float:
@@ -191,7 +220,8 @@ class Rule:
     rise: float = temperature.RISES[1]
     finalists: int = 1  # the best temperatures after the climb, which are trained for `final` epochs
     final: int = 0
-    errors: float = 1.0
+    errors: float = closed_form.ERRORS
+    matters: float = closed_form.MATTERS
     fixed: float = 0.0  # a temperature without trials
     change: str = ""
 
@@ -214,7 +244,13 @@ class Rule:
     def figure(self, runs: Runs) -> float:
         """NDCG@20 on the test part of a set."""
         record = runs[self.change or f"tau {self.tau(runs)}"]
-        return float(record["test"]["both" if record["errors"] > self.errors else "towers"])
+        if record["errors"] <= self.errors:
+            form = "towers"
+        elif record["weight"] >= self.matters and record["few_errors"] > max(self.errors, 0.0):
+            form = "few"
+        else:
+            form = "both"
+        return float(record["test"][form])
 
 
 RULES = {
@@ -231,6 +267,9 @@ RULES = {
     "closed form: any gain": Rule(errors=0.0),
     "closed form: two errors": Rule(errors=2.0),
     "closed form: never": Rule(errors=np.inf),
+    "closed form: low rank alone": Rule(matters=np.inf),
+    "closed form: few weights from a weight of 1": Rule(matters=1.0),
+    "closed form: few weights at any weight": Rule(matters=0.0),
     **{change: Rule(change=change) for change in CHANGES},
 }
 SHIPPED = RULES["shipped"]

@@ -13,7 +13,7 @@ from sparring.core.errors import UserError
 from sparring.data.histories import Histories
 from sparring.data.interactions import Split
 from sparring.models import item_to_item as module
-from sparring.models.item_to_item import Ease, ItemKnn, ItemSums, check_square, co_counts, item_to_item
+from sparring.models.item_to_item import Ease, ItemKnn, ItemSums, check_square, co_counts, item_to_item, square_fits
 from sparring.recipes.settings import build
 
 
@@ -99,7 +99,7 @@ def test_blocks_change_no_count(cells: int, parts: Split, monkeypatch: pytest.Mo
     """Counts of pairs of items equal X^T X, however few are held at once."""
     monkeypatch.setattr(module, "_CELLS", cells)
     x = dense(parts)
-    blocks = list(co_counts(parts.train, torch.device("cpu")))
+    blocks = list(co_counts(parts.train.positives(), parts.train.n_items))
     assert [low for low, _ in blocks] == list(np.cumsum([0, *(len(counts) for _, counts in blocks[:-1])]))
     np.testing.assert_array_equal(torch.cat([counts for _, counts in blocks]).numpy(), x.T @ x)
 
@@ -112,6 +112,9 @@ def test_a_catalogue_whose_square_does_not_fit_is_refused(parts: Split, monkeypa
         build("ease", parts.train)
     assert "\n" not in str(error.value)
     check_square(39, torch.device("cpu"))
+    assert square_fits(39, torch.device("cpu"))
+    assert not square_fits(40, torch.device("cpu"))
+    assert not square_fits(39, torch.device("cpu"), processes=2)
 
 
 def test_available_memory_is_less_than_the_machine_has() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from sparring import build, fit, load, split
+from sparring.core import files, manifest
 from sparring.core.errors import UserError
 from sparring.core.types import Positives
 from sparring.data import Split
@@ -18,9 +21,22 @@ from sparring.data.synthetic_world import make_world
 from sparring.evaluation import evaluate
 from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
+from sparring.models.thinned_ease import thinned_ease
 from sparring.recipes.run import Run
+from sparring.serving.export import write_onnx
+from sparring.serving.index.run_index import build_index, open_index
 from sparring.training import closed_form
-from sparring.training.closed_form import FEW, LAMS, QUERIES, UNCHOSEN, WEIGHTS, ClosedFormChoice, add_closed_form
+from sparring.training.closed_form import (
+    FEW,
+    LAMS,
+    QUERIES,
+    THINNED,
+    UNCHOSEN,
+    WEIGHTS,
+    ClosedFormChoice,
+    add_closed_form,
+)
+from sparring.training.folder import APART
 
 SMALL = {"dim": 8, "epochs": 3, "eval_every": 1, "tau": 0.2, "select": "ndcg@10", "n": 64, "closed_form": 16}
 
@@ -34,9 +50,12 @@ def made(parts: Split, **changes: object) -> Run:
     return build("default", parts.train, {**SMALL, **changes})
 
 
-def ranking(figures: dict[tuple[float, float], list[float]], without: list[float]):  # type: ignore[no-untyped-def]
-    """A ranking of the validation part with these values per query, by lam and weight; those tried are noted."""
-    tried: list[tuple[tuple[float, float] | None, int]] = []
+Kind = tuple[float, float, int | None]  # lam, weight and neighbours of a closed form
+
+
+def ranking(figures: dict[Kind, list[float]], without: list[float]):  # type: ignore[no-untyped-def]
+    """A ranking of the validation part with these values per query, by closed form; those tried are noted."""
+    tried: list[tuple[Kind | None, int]] = []
 
     def rank(model: Retriever, queries: int):  # type: ignore[no-untyped-def]
         key = getattr(model, "asked", None)
@@ -47,35 +66,96 @@ def ranking(figures: dict[tuple[float, float], list[float]], without: list[float
     return rank, tried
 
 
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed forms that are no more than their names."""
+
+    def low_rank(*_: object) -> object:
+        return SimpleNamespace(ease=lambda lam, weight: (lam, weight, None))
+
+    def thinned(pairs: object, n_items: int, dim: int, lam: float, neighbours: int, seed: int) -> object:
+        return SimpleNamespace(times=lambda weight: (lam, weight, neighbours))
+
+    monkeypatch.setattr(closed_form, "decompose", low_rank)
+    monkeypatch.setattr(closed_form, "thinned_ease", thinned)
+    monkeypatch.setattr(closed_form, "_unit", lambda model, form, pairs: 1.0)
+    monkeypatch.setattr(closed_form, "_joined", lambda model, form: SimpleNamespace(asked=form))
+
+
+def ordered(tried: list[tuple[Kind | None, int]]) -> list[tuple[Kind | None, int]]:
+    return sorted(tried, key=str)
+
+
+@pytest.mark.usefixtures("named")
 @pytest.mark.parametrize(("gain", "kept"), [(0.2, True), (0.0, False), (0.01, False)])
-def test_the_best_lam_at_one_half_then_the_best_weight(
-    gain: float, kept: bool, parts: Split, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_lam_at_one_half_then_the_best_weight(gain: float, kept: bool, parts: Split) -> None:
     """Few queries choose both; more of them decide, and a gain within a standard error of the difference is none."""
     without = [0.3, 0.1, 0.6, 0.2]
     noise = np.array([0.2, -0.2, 0.1, -0.1])
-    figures = {(lam, weight): [0.0] * 4 for lam in LAMS for weight in WEIGHTS}
-    figures[10.0, 0.5] = [0.01] * 4
-    figures[10.0, 0.25] = (np.array(without) + noise + gain).tolist()
-    figures[1.0, 0.25] = [9.0] * 4  # never seen: lam 10 was better at one half
+    figures: dict[Kind, list[float]] = {(lam, weight, None): [0.0] * 4 for lam in LAMS for weight in WEIGHTS}
+    figures[10.0, 0.5, None] = [0.01] * 4
+    figures[10.0, 0.25, None] = (np.array(without) + noise + gain).tolist()
+    figures[1.0, 0.25, None] = [9.0] * 4  # never seen: lam 10 was better at one half
     rank, tried = ranking(figures, without)
-
-    def named(model: Retriever, found: object, lam: float, weight: float) -> object:
-        return SimpleNamespace(asked=(lam, weight))
-
-    monkeypatch.setattr(closed_form, "_unit", lambda model, found, lam, pairs: 1.0)
-    monkeypatch.setattr(closed_form, "_joined", named)
     model = made(parts).model
     joined, choice = add_closed_form(model, parts.train.positives(), 16, None, rank, "ndcg@10")
     assert choice.lam == 10.0
     assert choice.weight == (0.25 if kept else 0.0)
     assert (joined is model) is not kept
     chosen = [(3.0, 0.5), (10.0, 0.5), (30.0, 0.5), (10.0, 1.0), (10.0, 0.25), (10.0, 0.125)]
-    assert sorted(tried, key=str) == sorted(
-        [(each, FEW) for each in chosen] + [(None, QUERIES), ((10.0, 0.25), QUERIES)], key=str
+    assert ordered(tried) == ordered(
+        [((*each, None), FEW) for each in chosen] + [(None, QUERIES), ((10.0, 0.25, None), QUERIES)]
     )
-    expected = np.mean(figures[10.0, 0.25]) if kept else np.mean(without)
+    expected = np.mean(figures[10.0, 0.25, None]) if kept else np.mean(without)
     assert (choice.towers, choice.both) == pytest.approx((np.mean(without), expected))
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize(
+    ("more", "taken"), [([0.1, 0.1, 0.1, 0.2], True), ([0.2, -0.2, 0.1, 0.0], False), ([-0.1] * 4, False)]
+)
+def test_few_weights_instead_where_they_are_ahead(more: list[float], taken: bool, parts: Split) -> None:
+    """Their weight is chosen on few queries; a gain over EASE at low rank within a standard error is none."""
+    without = [0.3, 0.1, 0.6, 0.2]
+    low_rank = np.add(without, [0.1, 0.2, 0.1, 0.1]).tolist()
+    lam, few = THINNED
+    figures: dict[Kind, list[float]] = {(lam, weight, None): [0.0] * 4 for lam in LAMS for weight in WEIGHTS}
+    figures |= {(lam, weight, few): [0.0] * 4 for weight in WEIGHTS}
+    figures[3.0, 0.5, None] = low_rank
+    figures[lam, 0.5, few] = [0.01] * 4
+    figures[lam, 1.0, few] = np.add(low_rank, more).tolist()
+    rank, tried = ranking(figures, without)
+    joined, choice = add_closed_form(made(parts).model, parts.train.positives(), 16, None, rank, "ndcg@10")
+    best = (lam, 1.0, few) if taken else (3.0, 0.5, None)
+    assert (choice.lam, choice.weight, choice.neighbours) == best
+    assert joined.asked == best
+    assert (choice.towers, choice.both) == pytest.approx((np.mean(without), np.mean(figures[best])))
+    thinned = [each for each in tried if each[0] is not None and each[0][2] is not None]
+    expected = [((lam, 0.5, few), FEW), ((lam, 1.0, few), FEW), ((lam, 2.0, few), FEW), ((lam, 1.0, few), QUERIES)]
+    assert ordered(thinned) == ordered(expected)
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("why", ["weight", "left out", "items", "memory"])
+def test_where_few_weights_are_not_tried(why: str, parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below a weight of one half, without a gain, over a large catalogue, and where its square does not fit."""
+    without, n_items = [0.3, 0.1, 0.6, 0.2], parts.train.n_items
+    figures: dict[Kind, list[float]] = {(lam, weight, None): [0.0] * 4 for lam in LAMS for weight in WEIGHTS}
+    figures[3.0, 0.5, None] = without if why == "left out" else [0.9] * 4
+    figures[3.0, 0.25, None] = [1.0 if why == "weight" else 0.0] * 4
+    room = 24 * n_items**2
+    monkeypatch.setattr(closed_form, "LARGEST", n_items - (why == "items"))
+    monkeypatch.setattr("sparring.models.item_to_item.available_bytes", lambda: room - (why == "memory"))
+    rank, tried = ranking(figures, without)
+    model, known = made(parts).model, parts.train.positives()
+    _, choice = add_closed_form(model, known, 16, None, rank, "ndcg@10")
+    assert choice.neighbours is None
+    assert choice.weight == {"weight": 0.25, "left out": 0.0}.get(why, 0.5)
+    assert all(form is None or form[2] is None for form, _ in tried)
+    monkeypatch.setattr(closed_form, "LARGEST", n_items)
+    monkeypatch.setattr("sparring.models.item_to_item.available_bytes", lambda: room)
+    with pytest.raises(KeyError) if why in ("items", "memory") else nullcontext():  # else the bound holds them back
+        add_closed_form(model, known, 16, None, rank, "ndcg@10")
 
 
 def test_without_a_validation_part_it_has_the_usual_weight(parts: Split) -> None:
@@ -129,6 +209,103 @@ def test_a_refit_keeps_the_choice(parts: Split) -> None:
     assert form is not None
     assert first is not None
     assert not torch.equal(form.directions, first.directions)
+
+
+@pytest.fixture
+def thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thinned form is always tried, and taken."""
+    monkeypatch.setattr(closed_form, "MATTERS", 0.0)
+    real = closed_form._choose
+
+    def taken(*given: object) -> ClosedFormChoice:
+        monkeypatch.setattr(closed_form, "ERRORS", -1e9)
+        return real(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(closed_form, "_choose", taken)
+
+
+@pytest.mark.usefixtures("thinned")
+def test_a_run_is_saved_loaded_resumed_and_indexed_with_few_weights(parts: Split, tmp_path: Path) -> None:
+    """The result records the form; vectors have twice the dimensions, at most half as many as items with pairs."""
+    folder = tmp_path / "run"
+    fitted = fit(made(parts), parts, folder, k=(10,), device="cpu")
+    assert fitted.closed_form is not None
+    assert fitted.closed_form.neighbours == THINNED[1]
+    assert json.loads((folder / "result.json").read_text())["closed_form"] == fitted.closed_form.to_dict()
+    loaded = load(folder)
+    assert loaded.model.dim == 8 + 2 * 16 + 1
+    assert fitted.test is not None
+    assert parts.test is not None
+    again = evaluate(loaded.model, parts.test, parts.seen_for("test"), (10,), ("ndcg",))
+    assert again.metrics["ndcg@10"] == pytest.approx(fitted.test.metrics["ndcg@10"], rel=1e-6)
+    before = (folder / "model.safetensors").read_bytes()
+    resumed = fit(made(parts), parts, folder, k=(10,), device="cpu", resume=True)
+    assert resumed.closed_form == fitted.closed_form
+    assert (folder / "model.safetensors").read_bytes() == before
+    queries = list(parts.train.query_ids.ids[:3])
+    build_index(loaded)
+    q = loaded.model.query_vectors(torch.arange(3))
+    found = open_index(folder).search(q.numpy(), 5)[1]
+    assert found.tolist() == torch.topk(q @ loaded.model.item_vectors().T, 5).indices.tolist()
+    wide = fit(made(parts, closed_form=4000), parts, k=(10,), device="cpu")
+    assert wide.run.model.closed_form is not None
+    assert wide.run.model.closed_form.dim == len(np.unique(parts.train.items)) // 2
+    assert len(wide.recommend(queries, 5)) == 15
+
+
+@pytest.mark.usefixtures("thinned")
+def test_onnx_gives_vectors_with_few_weights(parts: Split, tmp_path: Path) -> None:
+    """Of both towers, the dimensions of the closed form included."""
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    fit(made(parts), parts, tmp_path / "run", k=(10,), device="cpu")
+    model = load(tmp_path / "run").model
+    assert not write_onnx(load(tmp_path / "run"), tmp_path / "onnx")[1]
+    item, query = (runtime.InferenceSession(str(tmp_path / "onnx" / f"{side}.onnx")) for side in ("item", "query"))
+    items = item.run(None, {"ids": np.arange(model.n_items)})[0]
+    np.testing.assert_allclose(items, model.item_vectors().numpy(), rtol=1e-4, atol=1e-5)
+    rows = np.array([[3, -1, 5, -1], [-1, -1, -1, -1], [1, 2, 3, 4]])
+    with torch.no_grad():
+        expected = model.encode_histories(torch.from_numpy(rows)).numpy()
+    np.testing.assert_allclose(query.run(None, {"histories": rows})[0], expected, atol=1e-5)
+
+
+@pytest.mark.usefixtures("thinned")
+def test_a_refit_keeps_few_weights(parts: Split, tmp_path: Path) -> None:
+    """Its choice is the selection's, also where that was read from its folder; the inverse is that of all pairs."""
+    whole = fit(made(parts), parts, tmp_path / "run", k=(10,), device="cpu", refit=True)
+    assert whole.selection is not None
+    assert whole.closed_form == whole.selection.closed_form
+    form, first = whole.run.model.closed_form, whole.selection.run.model.closed_form
+    assert whole.closed_form is not None
+    assert form is not None
+    assert first is not None
+    assert whole.closed_form.neighbours == THINNED[1]
+    assert form.dim == first.dim == 32
+    both = parts.joined().train.positives()
+    lam, few = THINNED
+    expected = thinned_ease(both, parts.train.n_items, 32, lam, few, made(parts).setup.seed)
+    torch.testing.assert_close(form.directions, expected.directions)
+    before = files.tensors_of(whole.run.model)
+    resumed = fit(made(parts), parts, tmp_path / "run", k=(10,), device="cpu", refit=True, resume=True)
+    assert resumed.closed_form == whole.closed_form
+    after = files.tensors_of(resumed.run.model)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_a_result_without_the_field_is_of_low_rank(parts: Split, tmp_path: Path) -> None:
+    """A finished selection of an earlier version is read: its closed form is EASE at low rank."""
+    place = tmp_path / "run" / "selection"
+    fit(made(parts), Split(parts.train, parts.valid), place, device="cpu")
+    path = place / "result.json"
+    result = json.loads(path.read_text())
+    assert result["closed_form"].pop("neighbours") is None
+    path.write_text(json.dumps(result))
+    manifest.write_manifest(place, apart=APART)
+    found = fit(made(parts), parts, tmp_path / "run", k=(10,), device="cpu", refit=True, resume=True)
+    assert found.closed_form is not None
+    assert found.closed_form.neighbours is None
+    assert found.closed_form.weight == result["closed_form"]["weight"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from sparring.core.topk import top_k
 from sparring.core.types import Exclude, Positives
 from sparring.data.histories import Histories
 from sparring.data.interactions import Interactions
-from sparring.data.pairs import csr
 from sparring.models.novelty import spread
 from sparring.models.retriever import Retriever
 from sparring.models.towers import HistoryReader, UnitTower
@@ -164,14 +163,8 @@ class Ease:
     def sweeps(self, model: Retriever, data: Interactions) -> Iterator[float]:
         tower = model.query
         assert isinstance(tower, ItemSums)
-        n, device = data.n_items, tower.weight.device
-        check_square(n, device)
-        gram = torch.zeros(n, n, dtype=torch.float64, device=device)
-        for low, counts in co_counts(data, device):
-            gram[low : low + len(counts)] = counts
-        gram.diagonal().add_(self.lam)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-        del gram
+        n = data.n_items
+        inverse = ridge_inverse(data.positives().to(tower.weight.device), n, self.lam)
         diagonal = inverse.diagonal().clone()
         tower.weight.copy_(inverse.div_(-diagonal))
         tower.weight.fill_diagonal_(0.0)
@@ -183,15 +176,35 @@ class Ease:
         yield (float((1 / diagonal).sum()) - n * self.lam) / max(len(data), 1)
 
 
+def ridge_inverse(pairs: Positives, n_items: int, lam: float) -> Tensor:
+    """(X^T X + lam I)^-1 (N, N) in float64, on the device of the pairs, which are the ones of X."""
+    device = pairs.items.device
+    check_square(n_items, device)
+    gram = torch.zeros(n_items, n_items, dtype=torch.float64, device=device)
+    for low, counts in co_counts(pairs, n_items):
+        gram[low : low + len(counts)] = counts
+    gram.diagonal().add_(lam)
+    return torch.cholesky_inverse(torch.linalg.cholesky(gram))
+
+
+def square_fits(n_items: int, device: torch.device, processes: int = 1) -> bool:
+    """Whether a device has memory left for the square of a catalogue in each of so many processes."""
+    return processes * _SQUARE * n_items**2 <= _room(device)
+
+
 def check_square(n_items: int, device: torch.device) -> None:
     """Refuse a catalogue whose square does not fit the memory that a device has left."""
-    room = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    room = _room(device)
     needed, largest = _SQUARE * n_items**2, math.isqrt(room // _SQUARE)
     if needed > room:
         sizes = f"{n_items:,} items need {needed / 1e9:,.1f} GB and {device.type} has {room / 1e9:,.1f} GB left"
         raise UserError(
             f"ease holds item-item matrices: {sizes}, enough for {largest:,} items; use item_knn or ials instead"
         )
+
+
+def _room(device: torch.device) -> int:
+    return available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 @dataclass(frozen=True)
@@ -221,9 +234,9 @@ class ItemKnn:
         tower = model.query
         assert isinstance(tower, ItemSums)
         assert tower.neighbours is not None
-        takers = csr(data.items, data.queries, data.n_items, data.n_queries)
-        root = takers.start.diff().to(tower.weight.device).double().sqrt()
-        for low, counts in co_counts(data, tower.weight.device):
+        pairs = data.positives().to(tower.weight.device)
+        root = torch.bincount(pairs.items, minlength=data.n_items).double().sqrt()
+        for low, counts in co_counts(pairs, data.n_items):
             rows = torch.arange(low, low + len(counts), device=counts.device)
             similar = counts.double() / (root[rows].unsqueeze(1) * root + self.shrink).clamp(min=1e-300)
             similar[rows - low, rows] = -1.0  # no item is its own neighbour
@@ -233,15 +246,15 @@ class ItemKnn:
         yield 1.0 - float(tower.weight.mean())
 
 
-def co_counts(data: Interactions, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+def co_counts(pairs: Positives, n_items: int) -> Iterator[tuple[int, Tensor]]:
     """(first item, counts (b, N)): the queries that have both items, for blocks of items in order.
 
     A sparse product: the time is that of all pairs of items of all queries; memory is bounded by blocks.
     """
-    n, n_queries = data.n_items, data.n_queries
-    takers = csr(data.items, data.queries, n, n_queries).to(device)  # of each item
+    n, n_queries, device = n_items, len(pairs.start) - 1, pairs.items.device
     everyone = torch.arange(n_queries, device=device)
-    baskets = _sparse(data.positives().to(device).of(everyone), n_queries, n)
+    baskets = _sparse(pairs.of(everyone), n_queries, n)
+    takers = _takers(pairs, n)
     block = max(1, min(n, _CELLS // max(n, 1)))
     for low in range(0, n, block):
         items = torch.arange(low, min(low + block, n), device=device)
@@ -249,6 +262,13 @@ def co_counts(data: Interactions, device: torch.device) -> Iterator[tuple[int, T
             warnings.filterwarnings("ignore", message="Sparse CSR", category=UserWarning)
             counts = torch.sparse.mm(_sparse(takers.of(items), len(items), n_queries), baskets).to_dense()
         yield low, counts
+
+
+def _takers(pairs: Positives, n_items: int) -> Positives:
+    """The queries of each item, as the items of each query are stored."""
+    queries = torch.arange(len(pairs.start) - 1, device=pairs.items.device).repeat_interleave(pairs.start.diff())
+    count = torch.bincount(pairs.items, minlength=n_items)
+    return Positives(F.pad(count.cumsum(0), (1, 0)), queries[torch.argsort(pairs.items, stable=True)])
 
 
 def _sparse(pairs: Exclude, rows: int, columns: int) -> Tensor:

@@ -23,7 +23,8 @@ class LowRankEase(nn.Module):
 
     R holds a one per known pair, D its row sums: a query with many items has no more say than another. With all
     directions the inner products rank as EASE does on A, whose matrix is B = M / (1 - diag M), M = V h V': its
-    diagonal, which EASE sets to zero, only scores items that the query has already taken.
+    diagonal, which EASE sets to zero, only scores items that the query has already taken. thinned_ease.py fills the
+    same three tensors from another matrix.
 
         model = model.with_closed_form(decompose(positives, n_items, dim=512).ease(lam=3.0, weight=0.5))
 
@@ -58,6 +59,10 @@ class LowRankEase(nn.Module):
     def items(self, ids: Tensor) -> Tensor:
         """(..., dim) of items."""
         return self.directions[ids] * self.outputs[ids].unsqueeze(-1)
+
+    def times(self, weight: float) -> LowRankEase:
+        """The closed form with its scores times a weight; it shares the directions."""
+        return LowRankEase(self.directions, self.gains, weight * self.outputs)
 
 
 @dataclass(frozen=True)

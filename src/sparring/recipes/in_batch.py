@@ -84,13 +84,13 @@ def default(
     n: UniformDraws = 4096,
     exclude: Excluded = "known",
     steps: Annotated[int, "batches are smaller than batch_size where an epoch has fewer steps than this"] = 48,
-    closed_form: Annotated[int, "dimensions of a closed form beside the towers; 0 adds none"] = 512,
+    closed_form: Annotated[int, "dimensions of EASE beside the towers, twice as many for few weights; 0: none"] = 512,
     cpu_epochs: Annotated[int | None, "epochs on a CPU where epochs is not set; none: as on a GPU"] = 16,
 ) -> Run:
     """Queries as sums of their items, against uniform negatives that the query has not taken, or all of them.
 
     A catalogue of at most n items is seen completely at every step. The temperature is chosen on the validation part
-    in the first epochs; the weight of EASE at low rank, added to the scores of the towers, after the last.
+    in the first epochs; the form and the weight of EASE, added to the scores of the towers, after the last.
     Liang et al., Variational Autoencoders for Collaborative Filtering, WWW 2018 (Mult-DAE, which this simplifies).
     """
     rows = epoch_rows(data, setup)

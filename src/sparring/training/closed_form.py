@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from sparring.core.types import Positives
+from sparring.core.ranks import local_world
+from sparring.core.types import ALONE, Positives, Ranks
 from sparring.evaluation.ranking import Evaluation
-from sparring.models.low_rank_ease import Decomposition, decompose
+from sparring.models.item_to_item import square_fits
+from sparring.models.low_rank_ease import Decomposition, LowRankEase, decompose
 from sparring.models.retriever import Retriever
+from sparring.models.thinned_ease import thinned_ease
 from sparring.training.peak import peak
 
 LAMS = (1.0, 3.0, 10.0, 30.0)
@@ -22,6 +25,9 @@ UNCHOSEN = 3.0, 0.25  # without a validation part
 QUERIES = 4096  # validation queries that decide whether it stays
 FEW = 1024  # and those that choose lam and weight
 ERRORS = 1.0  # it stays if it is ahead by so many standard errors of the difference
+THINNED = 100.0, 30  # lam and neighbours of the thinned form
+MATTERS = 0.5  # the least weight of the form at low rank beside which the thinned one is tried
+LARGEST = 12_000  # items of a catalogue that the thinned form is tried on: it inverts their square
 _SPREAD = 256  # queries that the spreads are measured on
 log = logging.getLogger(__name__)
 
@@ -30,12 +36,16 @@ Rank = Callable[[Retriever, int], Evaluation]  # a model and the most validation
 
 @dataclass(frozen=True)
 class ClosedFormChoice:
-    """A choice: the regularisation and the weight of a closed form, 0 for none; its metric and that of the towers."""
+    """A choice: the regularisation and the weight of a closed form, 0 for none; its metric and that of the towers.
+
+    With `neighbours` it is EASE with so many weights per item (thinned_ease.py), without them EASE at low rank.
+    """
 
     lam: float
     weight: float
     towers: float | None = None
     both: float | None = None
+    neighbours: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -49,67 +59,113 @@ def add_closed_form(
     rank: Rank | None,
     select: str,
     seed: int = 0,
+    ranks: Ranks = ALONE,
 ) -> tuple[Retriever, ClosedFormChoice]:
     """The model beside a closed form of these pairs, as chosen before or by ranking the validation part.
 
     `rank` evaluates a model on so many queries of the validation part; without it and without a choice there is a
-    usual one.
+    usual one. EASE at low rank has `dim` dimensions; the thinned form has twice as many, at most half as many as items
+    with pairs.
     """
-    found = decompose(pairs, model.n_items, dim, seed)
+
+    @cache
+    def directions() -> Decomposition:
+        return decompose(pairs, model.n_items, dim, seed)
+
+    @cache
+    def of_weight(lam: float, neighbours: int | None) -> Callable[[float], LowRankEase]:
+        if neighbours is None:
+            return partial(directions().ease, lam)
+        most = min(2 * dim, len(pairs.items.unique()) // 2)
+        return thinned_ease(pairs, model.n_items, most, lam, neighbours, seed).times
+
+    @cache
+    def unit(lam: float, neighbours: int | None) -> float:
+        return _unit(model, of_weight(lam, neighbours)(1.0), pairs)
+
+    def joined(choice: ClosedFormChoice) -> Retriever:
+        kind = choice.lam, choice.neighbours
+        return _joined(model, of_weight(*kind)(choice.weight * unit(*kind)))
+
+    def small() -> bool:
+        return model.n_items <= LARGEST and _square_fits(model.n_items, pairs.items.device, ranks)
+
     if choice is None:
-        choice = ClosedFormChoice(*UNCHOSEN) if rank is None else _choose(model, found, pairs, rank, select)
-    if not choice.weight:
-        return model, choice
-    return _joined(model, found, choice.lam, choice.weight * _unit(model, found, choice.lam, pairs)), choice
+        choice = ClosedFormChoice(*UNCHOSEN) if rank is None else _choose(model, joined, rank, select, small)
+    return (joined(choice) if choice.weight else model), choice
 
 
-def _choose(model: Retriever, found: Decomposition, pairs: Positives, rank: Rank, select: str) -> ClosedFormChoice:
+def _choose(
+    model: Retriever,
+    joined: Callable[[ClosedFormChoice], Retriever],
+    rank: Rank,
+    select: str,
+    small: Callable[[], bool],
+) -> ClosedFormChoice:
     """The best lam near 3 at weight 1/2, then the best weight near 1/2 for it, both on few queries.
 
     On more of them, the closed form must be ahead of the towers alone by ERRORS standard errors of the difference over
-    queries: a gain by chance is not worth the dimensions.
+    queries: a gain by chance is not worth the dimensions. Where it has much weight and the catalogue is small, the
+    thinned form replaces it if that is ahead of both by as much.
     """
 
-    @cache
-    def unit(lam: float) -> float:
-        return _unit(model, found, lam, pairs)
-
-    def ranked(lam: float, weight: float, queries: int) -> Evaluation:
-        return rank(_joined(model, found, lam, weight * unit(lam)), queries)
+    def ranked(choice: ClosedFormChoice, queries: int) -> Evaluation:
+        return rank(joined(choice), queries)
 
     @cache
-    def score(lam: float, weight: float) -> float:
-        return ranked(lam, weight, FEW).metrics[select]
+    def score(lam: float, weight: float, neighbours: int | None) -> float:
+        return ranked(ClosedFormChoice(lam, weight, neighbours=neighbours), FEW).metrics[select]
 
-    lam = peak(LAMS, 3.0, lambda lam: score(lam, 0.5))
-    weight = peak(WEIGHTS, 0.5, lambda weight: score(lam, weight))
-    towers, both = rank(model, QUERIES), ranked(lam, weight, QUERIES)
-    gain = both.per_query[select] - towers.per_query[select]
+    def best(lam: float, neighbours: int | None = None) -> ClosedFormChoice:
+        weight = peak(WEIGHTS, 0.5, lambda weight: score(lam, weight, neighbours))
+        return ClosedFormChoice(lam, weight, neighbours=neighbours)
+
+    def ahead(one: Evaluation, other: Evaluation) -> bool:
+        gain = one.per_query[select] - other.per_query[select]
+        return bool(gain.mean() > ERRORS * gain.std() / len(gain) ** 0.5)
+
+    choice = best(peak(LAMS, 3.0, lambda lam: score(lam, 0.5, None)))
+    towers, both = rank(model, QUERIES), ranked(choice, QUERIES)
     before, after = towers.metrics[select], both.metrics[select]
-    if gain.mean() <= ERRORS * gain.std() / len(gain) ** 0.5:
+    if not ahead(both, towers):
         log.info("closed form: left out, with it %s is %.4f, without it %.4f", select, after, before)
-        return ClosedFormChoice(lam, 0.0, before, before)
-    log.info(
-        "closed form of weight %g (lam %g): with it %s is %.4f, without it %.4f", weight, lam, select, after, before
-    )
-    return ClosedFormChoice(lam, weight, before, after)
+        return replace(choice, weight=0.0, towers=before, both=before)
+    form = "closed form of weight %g (lam %g): with it %s is %.4f, without it %.4f"
+    log.info(form, choice.weight, choice.lam, select, after, before)
+    if choice.weight >= MATTERS and small():
+        thinned = best(*THINNED)
+        instead = ranked(thinned, QUERIES)
+        better = ahead(instead, both) and ahead(instead, towers)
+        log.info(
+            "closed form with %s weights per item (weight %g): %s, with it %s is %.4f",
+            *(thinned.neighbours, thinned.weight, "taken" if better else "left out", select, instead.metrics[select]),
+        )
+        if better:
+            choice, after = thinned, instead.metrics[select]
+    return replace(choice, towers=before, both=after)
 
 
-def _joined(model: Retriever, found: Decomposition, lam: float, weight: float) -> Retriever:
-    return model.with_closed_form(found.ease(lam, weight)).eval()
+def _square_fits(n_items: int, device: torch.device, ranks: Ranks) -> bool:
+    """Whether every rank has the memory for the square of the catalogue."""
+    fits = square_fits(n_items, device, local_world() if device.type == "cpu" else 1)
+    return int(ranks.sum(torch.tensor(int(fits), device=device))) == ranks.world
+
+
+def _joined(model: Retriever, form: LowRankEase) -> Retriever:
+    return model.with_closed_form(form).eval()
 
 
 @torch.no_grad()
-def _unit(model: Retriever, found: Decomposition, lam: float, pairs: Positives) -> float:
+def _unit(model: Retriever, form: LowRankEase, pairs: Positives) -> float:
     """The weight at which scores of the closed form spread over the items as much as those of the towers.
 
     Measured on up to 256 queries with pairs, at equal distances.
     """
     known = torch.nonzero(pairs.start.diff()).flatten()
     n = min(len(known), _SPREAD)
-    both = _joined(model, found, lam, 1.0)
+    both = _joined(model, form)
     q = both.query_vectors(known[torch.arange(n, device=known.device) * len(known) // max(n, 1)]).float()
-    items, inside = both.item_vectors().float(), slice(model.width, model.width + found.directions.shape[1])
+    items, inside = both.item_vectors().float(), slice(model.width, model.width + form.dim)
     closed = q[:, inside] @ items[:, inside].T
     spread = [float(scores.std(1).mean()) for scores in (q @ items.T - closed, closed)]
     return spread[0] / spread[1] if spread[1] > 0 else 0.0

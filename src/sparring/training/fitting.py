@@ -316,7 +316,7 @@ def _beside_closed_form(trainer: Trainer, choice: ClosedFormChoice | None) -> tu
     select = run.setup.validation.select
     pairs = trainer.split.train.positives().to(trainer.device)
     rank = None if valid is None else trainer.ranked
-    model, choice = add_closed_form(run.model, pairs, run.closed_form, choice, rank, select, run.setup.seed)
+    model, choice = add_closed_form(run.model, pairs, run.closed_form, choice, rank, select, run.setup.seed, ranks)
     if model is run.model:
         return run, choice
     state, folder = trainer.state, trainer.folder
