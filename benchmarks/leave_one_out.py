@@ -144,7 +144,8 @@ def trained(parts: Split, settings: dict[str, Any]) -> Record:
     for name, model in {"towers": run.model, "both": low_rank.model, "few": few.model}.items():
         model.remember(past)
         test[name] = tested(model, parts, trainer.listed)
-    towers, both, thinned = few.ranked if few.choice.neighbours else (*low_rank.ranked, low_rank.ranked[1])
+    towers, both = low_rank.ranked
+    thinned = few.ranked[-1] if few.choice.neighbours else None
     return {
         "tau": run.setup.temperature.tau,
         "epoch": trainer.state.best_epoch,
@@ -152,8 +153,11 @@ def trained(parts: Split, settings: dict[str, Any]) -> Record:
         "lam": low_rank.choice.lam,
         "weight": low_rank.choice.weight,
         "errors": standard_errors(both - towers),
-        "few": few.choice.weight if few.choice.neighbours else None,
-        "few_errors": min(standard_errors(thinned - both), standard_errors(thinned - towers)),
+        "few": None if thinned is None else few.choice.weight,
+        "few_errors": {
+            form: -np.inf if thinned is None else standard_errors(thinned - other)
+            for form, other in (("towers", towers), ("both", both))
+        },
         "test": test,
     }
 
@@ -176,11 +180,11 @@ def beside(trainer: Trainer, thinned: bool) -> Beside:
             ranked.append(found.per_query["ndcg@20"])
         return found
 
-    usual = closed_form.ERRORS, closed_form.MATTERS
-    closed_form.ERRORS, closed_form.MATTERS = -np.inf, 0.0 if thinned else np.inf
+    usual = closed_form.ERRORS, closed_form.LARGEST
+    closed_form.ERRORS, closed_form.LARGEST = -np.inf, closed_form.LARGEST if thinned else 0
     pairs = trainer.split.train.positives()
     model, choice = add_closed_form(run.model, pairs, run.closed_form, None, rank, "ndcg@20", run.setup.seed)
-    closed_form.ERRORS, closed_form.MATTERS = usual
+    closed_form.ERRORS, closed_form.LARGEST = usual
     return Beside(model, choice, ranked)
 
 
@@ -221,7 +225,9 @@ class Rule:
     finalists: int = 1  # the best temperatures after the climb, which are trained for `final` epochs
     final: int = 0
     errors: float = closed_form.ERRORS
-    matters: float = closed_form.MATTERS
+    few: float = (
+        0.0  # the least weight of the form at low rank beside which few weights are tried; 0 where it is left out
+    )
     fixed: float = 0.0  # a temperature without trials
     change: str = ""
 
@@ -244,12 +250,10 @@ class Rule:
     def figure(self, runs: Runs) -> float:
         """NDCG@20 on the test part of a set."""
         record = runs[self.change or f"tau {self.tau(runs)}"]
-        if record["errors"] <= self.errors:
-            form = "towers"
-        elif record["weight"] >= self.matters and record["few_errors"] > max(self.errors, 0.0):
+        form = "both" if record["errors"] > self.errors else "towers"
+        weight = record["weight"] if form == "both" else 0.0
+        if weight >= self.few and record["few_errors"][form] > self.errors:
             form = "few"
-        else:
-            form = "both"
         return float(record["test"][form])
 
 
@@ -267,9 +271,8 @@ RULES = {
     "closed form: any gain": Rule(errors=0.0),
     "closed form: two errors": Rule(errors=2.0),
     "closed form: never": Rule(errors=np.inf),
-    "closed form: low rank alone": Rule(matters=np.inf),
-    "closed form: few weights from a weight of 1": Rule(matters=1.0),
-    "closed form: few weights at any weight": Rule(matters=0.0),
+    "closed form: low rank alone": Rule(few=np.inf),
+    "closed form: few weights where low rank has a weight of 1/2": Rule(few=0.5),
     **{change: Rule(change=change) for change in CHANGES},
 }
 SHIPPED = RULES["shipped"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,8 +87,11 @@ def ordered(tried: list[tuple[Kind | None, int]]) -> list[tuple[Kind | None, int
 
 @pytest.mark.usefixtures("named")
 @pytest.mark.parametrize(("gain", "kept"), [(0.2, True), (0.0, False), (0.01, False)])
-def test_the_best_lam_at_one_half_then_the_best_weight(gain: float, kept: bool, parts: Split) -> None:
+def test_the_best_lam_at_one_half_then_the_best_weight(
+    gain: float, kept: bool, parts: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few queries choose both; more of them decide, and a gain within a standard error of the difference is none."""
+    monkeypatch.setattr(closed_form, "LARGEST", 0)
     without = [0.3, 0.1, 0.6, 0.2]
     noise = np.array([0.2, -0.2, 0.1, -0.1])
     figures: dict[Kind, list[float]] = {(lam, weight, None): [0.0] * 4 for lam in LAMS for weight in WEIGHTS}
@@ -136,25 +138,40 @@ def test_few_weights_instead_where_they_are_ahead(more: list[float], taken: bool
 
 
 @pytest.mark.usefixtures("named")
-@pytest.mark.parametrize("why", ["weight", "left out", "items", "memory"])
+@pytest.mark.parametrize(("gain", "taken"), [(0.1, True), (-0.1, False)])
+def test_few_weights_beside_towers_that_low_rank_does_not_help(gain: float, taken: bool, parts: Split) -> None:
+    """Where EASE at low rank is left out, few weights must be ahead of the towers alone."""
+    without = [0.3, 0.1, 0.6, 0.2]
+    lam, few = THINNED
+    figures: dict[Kind, list[float]] = {(lam, weight, None): [0.05] * 4 for lam in LAMS for weight in WEIGHTS}
+    figures |= {(lam, weight, few): [0.0] * 4 for weight in WEIGHTS}
+    figures[lam, 0.5, few] = np.add(without, gain).tolist()
+    rank, _ = ranking(figures, without)
+    model = made(parts).model
+    joined, choice = add_closed_form(model, parts.train.positives(), 16, None, rank, "ndcg@10")
+    assert (choice.weight, choice.neighbours) == ((0.5, few) if taken else (0.0, None))
+    assert (joined is model) is not taken
+    assert (choice.towers, choice.both) == pytest.approx((np.mean(without), np.mean(without) + max(gain, 0.0)))
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("why", ["items", "memory"])
 def test_where_few_weights_are_not_tried(why: str, parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below a weight of one half, without a gain, over a large catalogue, and where its square does not fit."""
-    without, n_items = [0.3, 0.1, 0.6, 0.2], parts.train.n_items
+    """Over a large catalogue, and where its square does not fit."""
+    n_items = parts.train.n_items
     figures: dict[Kind, list[float]] = {(lam, weight, None): [0.0] * 4 for lam in LAMS for weight in WEIGHTS}
-    figures[3.0, 0.5, None] = without if why == "left out" else [0.9] * 4
-    figures[3.0, 0.25, None] = [1.0 if why == "weight" else 0.0] * 4
+    figures[3.0, 0.5, None] = [0.9] * 4
     room = 24 * n_items**2
     monkeypatch.setattr(closed_form, "LARGEST", n_items - (why == "items"))
     monkeypatch.setattr("sparring.models.item_to_item.available_bytes", lambda: room - (why == "memory"))
-    rank, tried = ranking(figures, without)
+    rank, tried = ranking(figures, [0.3, 0.1, 0.6, 0.2])
     model, known = made(parts).model, parts.train.positives()
     _, choice = add_closed_form(model, known, 16, None, rank, "ndcg@10")
-    assert choice.neighbours is None
-    assert choice.weight == {"weight": 0.25, "left out": 0.0}.get(why, 0.5)
+    assert (choice.weight, choice.neighbours) == (0.5, None)
     assert all(form is None or form[2] is None for form, _ in tried)
     monkeypatch.setattr(closed_form, "LARGEST", n_items)
     monkeypatch.setattr("sparring.models.item_to_item.available_bytes", lambda: room)
-    with pytest.raises(KeyError) if why in ("items", "memory") else nullcontext():  # else the bound holds them back
+    with pytest.raises(KeyError):  # nothing else held them back
         add_closed_form(model, known, 16, None, rank, "ndcg@10")
 
 
@@ -213,8 +230,7 @@ def test_a_refit_keeps_the_choice(parts: Split) -> None:
 
 @pytest.fixture
 def thinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thinned form is always tried, and taken."""
-    monkeypatch.setattr(closed_form, "MATTERS", 0.0)
+    """The thinned form is always taken."""
     real = closed_form._choose
 
     def taken(*given: object) -> ClosedFormChoice:

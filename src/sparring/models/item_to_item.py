@@ -176,11 +176,11 @@ class Ease:
         yield (float((1 / diagonal).sum()) - n * self.lam) / max(len(data), 1)
 
 
-def ridge_inverse(pairs: Positives, n_items: int, lam: float) -> Tensor:
-    """(X^T X + lam I)^-1 (N, N) in float64, on the device of the pairs, which are the ones of X."""
+def ridge_inverse(pairs: Positives, n_items: int, lam: float, precision: torch.dtype = torch.float64) -> Tensor:
+    """(X^T X + lam I)^-1 (N, N), on the device of the pairs, which are the ones of X."""
     device = pairs.items.device
     check_square(n_items, device)
-    gram = torch.zeros(n_items, n_items, dtype=torch.float64, device=device)
+    gram = torch.zeros(n_items, n_items, dtype=precision, device=device)
     for low, counts in co_counts(pairs, n_items):
         gram[low : low + len(counts)] = counts
     gram.diagonal().add_(lam)

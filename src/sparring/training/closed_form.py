@@ -26,8 +26,7 @@ QUERIES = 4096  # validation queries that decide whether it stays
 FEW = 1024  # and those that choose lam and weight
 ERRORS = 1.0  # it stays if it is ahead by so many standard errors of the difference
 THINNED = 100.0, 30  # lam and neighbours of the thinned form
-MATTERS = 0.5  # the least weight of the form at low rank beside which the thinned one is tried
-LARGEST = 12_000  # items of a catalogue that the thinned form is tried on: it inverts their square
+LARGEST = 16_000  # items of a catalogue that the thinned form is tried on: it inverts their square
 _SPREAD = 256  # queries that the spreads are measured on
 log = logging.getLogger(__name__)
 
@@ -105,8 +104,8 @@ def _choose(
     """The best lam near 3 at weight 1/2, then the best weight near 1/2 for it, both on few queries.
 
     On more of them, the closed form must be ahead of the towers alone by ERRORS standard errors of the difference over
-    queries: a gain by chance is not worth the dimensions. Where it has much weight and the catalogue is small, the
-    thinned form replaces it if that is ahead of both by as much.
+    queries: a gain by chance is not worth the dimensions. Where the catalogue is small, the thinned form is tried as
+    well, and replaces what was kept if it is ahead of that by as much.
     """
 
     def ranked(choice: ClosedFormChoice, queries: int) -> Evaluation:
@@ -124,25 +123,21 @@ def _choose(
         gain = one.per_query[select] - other.per_query[select]
         return bool(gain.mean() > ERRORS * gain.std() / len(gain) ** 0.5)
 
-    choice = best(peak(LAMS, 3.0, lambda lam: score(lam, 0.5, None)))
-    towers, both = rank(model, QUERIES), ranked(choice, QUERIES)
-    before, after = towers.metrics[select], both.metrics[select]
-    if not ahead(both, towers):
-        log.info("closed form: left out, with it %s is %.4f, without it %.4f", select, after, before)
-        return replace(choice, weight=0.0, towers=before, both=before)
-    form = "closed form of weight %g (lam %g): with it %s is %.4f, without it %.4f"
-    log.info(form, choice.weight, choice.lam, select, after, before)
-    if choice.weight >= MATTERS and small():
-        thinned = best(*THINNED)
-        instead = ranked(thinned, QUERIES)
-        better = ahead(instead, both) and ahead(instead, towers)
+    low_rank = best(peak(LAMS, 3.0, lambda lam: score(lam, 0.5, None)))
+    towers = rank(model, QUERIES)
+    choice, kept = replace(low_rank, weight=0.0), towers
+    for tried in (low_rank, best(*THINNED)) if small() else (low_rank,):
+        found = ranked(tried, QUERIES)
+        taken = ahead(found, kept)
         log.info(
-            "closed form with %s weights per item (weight %g): %s, with it %s is %.4f",
-            *(thinned.neighbours, thinned.weight, "taken" if better else "left out", select, instead.metrics[select]),
+            "closed form%s of weight %g (lam %g): %s, with it %s is %.4f, without it %.4f",
+            f" with {tried.neighbours} weights per item" if tried.neighbours else "",
+            *(tried.weight, tried.lam, "taken" if taken else "left out"),
+            *(select, found.metrics[select], kept.metrics[select]),
         )
-        if better:
-            choice, after = thinned, instead.metrics[select]
-    return replace(choice, towers=before, both=after)
+        if taken:
+            choice, kept = tried, found
+    return replace(choice, towers=towers.metrics[select], both=kept.metrics[select])
 
 
 def _square_fits(n_items: int, device: torch.device, ranks: Ranks) -> bool:
