@@ -73,6 +73,13 @@ def test_a_constant_or_empty_number_says_nothing() -> None:
     assert not Features.from_table(TABLE, ["flat", "none"]).dense.any()
 
 
+def test_large_and_small_numbers_are_standardised() -> None:
+    """Numbers whose squares leave the range of floats have mean 0 and deviation 1 like any other."""
+    for size in (1e300, 1e-200):
+        dense = Features.from_table(pl.DataFrame({"x": [size, -size, None]}), ["x"]).dense
+        assert dense[:, 0].tolist() == pytest.approx([1, -1, 0])
+
+
 def test_a_kind_can_be_given() -> None:
     """An integer column can be numeric and a fractional one categorical."""
     features = Features.from_table(TABLE, {"shop": "numeric", "price": "categorical"})

@@ -246,6 +246,19 @@ def test_every_recipe_takes_a_step_with_it(name: str, parts: Split) -> None:
     assert bool((gradient != 0).any())
 
 
+def test_settings_that_it_would_not_read_are_refused(parts: Split) -> None:
+    """Columns, vectors and other towers are one line that names the setting, not ignored."""
+    for name, value in (
+        ("item_features", "genre"),
+        ("query_features", "age"),
+        ("item_vectors", "images.npy"),
+        ("query_vectors", "faces.npy"),
+        ("query_tower", "history"),
+    ):
+        with pytest.raises(UserError, match=f"lightgcn.*{name}"):
+            build("uns", parts.train, {name: value}, model="lightgcn")
+
+
 def test_row_optimisers_are_refused(parts: Split) -> None:
     """One line that names optimizer=adam; so is a negative number of layers."""
     with pytest.raises(UserError, match="optimizer=adam"):

@@ -105,6 +105,8 @@ def test_a_warm_start_keeps_the_table(parts: Split, tmp_path: Path) -> None:
         ({"model.buckets": 1}, "buckets"),
         ({"item_tower": "features", "item_features": "category"}, "item_tower"),
         ({"tables": "sharded"}, "sharded"),
+        ({"item_features": "category"}, "leave out item_features"),
+        ({"query_features": "country"}, "leave out query_features"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], word: str, parts: Split) -> None:

@@ -107,6 +107,26 @@ def test_bad_columns_and_vectors_are_one_line(described: Split, tmp_path: Path) 
     broken[7, 1] = np.nan
     np.save(tmp_path / "nan.npy", broken)
     np.save(tmp_path / "short.npy", broken[:-1])
+    odd = {
+        "words": np.full((n_items, 2), "a"),
+        "digits": np.full((n_items, 2), "1"),
+        "complex": np.ones((n_items, 2), complex),
+        "dates": np.zeros((n_items, 2), "datetime64[s]"),
+        "empty": np.zeros((n_items, 0)),
+        "huge": np.full((n_items, 2), 1e300),
+        "objects": np.full((n_items, 2), None),
+    }
+    for name, array in odd.items():
+        np.save(tmp_path / f"{name}.npy", array, allow_pickle=True)
+    said = {
+        "words": "holds <U1, not numbers",
+        "digits": "holds <U1, not numbers",
+        "complex": "holds complex128, not numbers",
+        "dates": "holds datetime64",
+        "empty": "has the shape",
+        "huge": "has a value that is not finite",
+        "objects": "is not a readable .npy array: it holds no numbers",
+    }
     cases: list[tuple[dict[str, object], str]] = [
         ({"item_features": "colour"}, "colour"),
         ({"query_features": "colour"}, "colour"),
@@ -119,6 +139,7 @@ def test_bad_columns_and_vectors_are_one_line(described: Split, tmp_path: Path) 
         ({"feature_dim": "0"}, "feature_dim"),
         ({"query_features": "country", "encoder": "bag"}, "query_features"),
     ]
+    cases += [({"item_vectors": str(tmp_path / f"{name}.npy")}, rf"{name}\.npy {word}") for name, word in said.items()]
     for settings, word in cases:
         with pytest.raises(UserError, match=word) as error:
             build("uns", described.train, {**QUICK, **settings})

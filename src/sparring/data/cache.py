@@ -145,7 +145,9 @@ def load_array(path: Path) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} is not a readable .npy array: {first_line(error)}") from error
+        pickled = "pickle" in str(error) or "Python objects" in str(error)  # NumPy's advice is to load it unsafely
+        why = "it holds no numbers that numpy.save wrote" if pickled else first_line(error)
+        raise UserError(f"{path} is not a readable .npy array: {why}") from error
     if not isinstance(array, np.ndarray):
         raise UserError(f"{path} holds several arrays: save one with numpy.save")
     return array

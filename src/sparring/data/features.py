@@ -188,6 +188,8 @@ def _standardised(column: pl.Series) -> np.ndarray:
     present = np.isfinite(values)
     if not present.any():
         return np.zeros((len(values), 1), np.float32)
+    # By a power of two, which is exact: squares of large numbers would overflow.
+    values = np.ldexp(values, -np.frexp(np.abs(values[present]).max())[1])
     centred = np.where(present, values - values[present].mean(), 0.0)
     deviation = np.sqrt(np.square(centred[present]).mean())
     scale = 1.0 / deviation if deviation > 0 else 0.0

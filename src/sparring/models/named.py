@@ -202,6 +202,9 @@ def lightgcn(
         )
     if layers < 0:
         raise UserError(f"layers must not be negative, got {layers}")
+    if (settings.query_tower, settings.item_tower) != ("id", "id"):
+        raise UserError("the model lightgcn averages vectors of ids: set query_tower=id and item_tower=id")
+    _check_ids_alone(settings)
     graph = Graph(inputs.pairs, inputs.n_items, settings.dim, layers, settings.init_std)
     return finished(inputs, settings, graph, GraphItems(graph))
 
@@ -217,6 +220,7 @@ def hashed(
     """
     if settings.query_tower not in ("id", "history") or settings.item_tower != "id":
         raise UserError("the model hashed has tables of ids: set item_tower=id, and query_tower=id or history")
+    _check_ids_alone(settings, queries=settings.query_tower == "id")
     if settings.tables == "sharded" or inputs.shards > 1:
         raise UserError("the tables of the model hashed are not sharded: choose fewer buckets, or the model ids")
     item = HashedIds(inputs.ids.item_ids.ids, buckets, settings.dim, settings.init_std, inputs.sparse)
@@ -224,6 +228,16 @@ def hashed(
         return finished(inputs, settings, query_tower(inputs, settings, item), item)
     query = HashedIds(inputs.ids.query_ids.ids, buckets, settings.dim, settings.init_std, inputs.sparse)
     return finished(inputs, settings, query, item)
+
+
+def _check_ids_alone(settings: ModelSettings, queries: bool = True) -> None:
+    """Refuse columns and vectors, which a model of ids alone would not read; `queries`: also those of queries."""
+    names = ("item_features", "item_vectors", *(("query_features", "query_vectors") if queries else ()))
+    for name in names:
+        if getattr(settings, name):
+            raise UserError(
+                f"the model {settings.name} reads ids alone: leave out {name}, or choose the model features"
+            )
 
 
 MODELS: dict[str, Model] = {

@@ -29,7 +29,8 @@ def id_vectors(place: str, vocabulary: Vocabulary, role: Role) -> np.ndarray:
     array, rows, matched = array_rows(path, Path(ids) if ids else None, vocabulary, role)
     known = np.flatnonzero(rows >= 0)
     vectors = np.zeros((len(vocabulary), array.shape[1]), np.float32)
-    vectors[known] = array[rows[known]]
+    with np.errstate(over="ignore"):  # a number too large for float32 is refused below
+        vectors[known] = array[rows[known]]
     if not np.isfinite(vectors).all():
         row = int(np.flatnonzero(~np.isfinite(vectors).all(1))[0])
         named = f"the vector of {role} {vocabulary.ids[row]} in {path}"
@@ -49,8 +50,10 @@ def array_rows(
     vectors. With the role "query", the same for queries.
     """
     array = load_array(path)
-    if array.ndim != 2:
+    if array.ndim != 2 or not array.shape[1]:
         raise UserError(f"{path} has the shape {array.shape}; it must have one row of numbers per {role}")
+    if array.dtype.kind not in "fiub":
+        raise UserError(f"{path} holds {array.dtype}, not numbers: save float32")
     n_rows = len(array)
     if ids is not None:
         named = _read_ids(ids, role)
