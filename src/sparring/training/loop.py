@@ -28,6 +28,7 @@ from sparring.recipes.run import Run
 from sparring.training.checkpoint import CheckpointManager, State
 from sparring.training.cuda_graph import CudaGraphStep
 from sparring.training.eligibility import listed_items
+from sparring.training.freed_memory import keep_freed
 from sparring.training.light_optimizers import Adam
 from sparring.training.optimizers import (
     Schedule,
@@ -96,6 +97,8 @@ class Trainer:
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
         self.positives = Positives.lazy(lambda: train.positives().to(device))
         self.rows = TrainingRows(run, train, device)
+        if device.type == "cpu":
+            keep_freed()
         alone = device.type == "cpu" and ranks.world == 1
         self.by_rows = alone and all(isinstance(optimizer, Adam) for optimizer in self.optimizers)
         paired = alone and self.rows.kind == "pairs"
