@@ -36,6 +36,19 @@ def test_places_of_ids(ids: list[int], wanted: list[int], data: st.DataObject) -
     assert native.distinct(tensors[0]) == len(set(ids))
 
 
+@pytest.mark.parametrize("n", [0, 1, 31, 33, 500])
+def test_ids_of_rows(n: int) -> None:
+    """The id of every row, also where rows repeat or their memory is strided; no memory outside is read."""
+    column = torch.arange(1000, dtype=torch.int32) * 7
+    rows = torch.randint(1000, (2 * n,), generator=torch.Generator().manual_seed(0))[::2]
+    got = native.taken(column, rows)
+    assert got.dtype == torch.int64
+    assert got.tolist() == [7 * row for row in rows.tolist()]
+    for wrong in (-1, 1000):
+        with pytest.raises(IndexError):
+            native.taken(column, torch.tensor([wrong]))
+
+
 def test_long_lists() -> None:
     """Thousands of ids that collide in the low bits, as in a large catalogue, in strided memory too."""
     g = torch.Generator().manual_seed(0)

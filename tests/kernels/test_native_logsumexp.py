@@ -144,6 +144,20 @@ def test_recomputed_exponentials(form: str, draws: float | None, monkeypatch: py
     close(*both(q, emb, torch.randn(31, generator=g), None, draws), "native")
 
 
+@pytest.mark.parametrize("draws", [None, 20.0])
+def test_memory_that_held_anything(form: str, draws: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh and spare memory is full of NaN: whatever is read of it was written before."""
+    dirty = [torch.full((1 << 14,), torch.nan, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    monkeypatch.setattr(chunked.spare, "buffers", dirty)
+    q, emb, g = problem((33, 130, 37))
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty returns
+    try:
+        got, want = both(q, emb, torch.randn(130, generator=g), excluded("pairs", 33, 130, g), draws)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    close(got, want, form)
+
+
 def test_a_second_backward_pass(form: str) -> None:
     """A second backward pass over one graph gives the gradients of the first."""
     q, emb, _ = problem((13, 31, 5))

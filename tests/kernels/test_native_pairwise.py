@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,7 @@ from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
 from sparring.training.loop import Trainer, TrainingProgress
-from sparring.training.pairwise_step import _threads
+from sparring.training.pairwise_step import Threads
 from sparring.training.row_optimizers import RowAdagrad, RowAdam, RowOptimizer
 
 N_QUERIES, N_ITEMS = 6, 20
@@ -178,16 +177,28 @@ def test_threads_change_no_bit(kind: str, kept: int | None) -> None:
 
 @pytest.mark.parametrize("quicker", [1, 2])
 def test_threads_are_those_with_the_quicker_steps(quicker: int) -> None:
-    """One thread and all take turns of eight steps, twice; then the quicker ones stay, whatever two slow steps say."""
-    before, taken = torch.get_num_threads(), defaultdict[int, list[float]](list)
-    torch.set_num_threads(2)
+    """One thread and all take turns of eight steps, twice; the quicker ones stay, whatever two slow steps say.
+
+    After 2,048 steps, or with other threads, a trial begins anew.
+    """
+    before, threads = torch.get_num_threads(), Threads()
+
+    def steps(n: int, best: int) -> list[int]:
+        took = []
+        for i in range(n):
+            took.append(threads.next())
+            threads.took(took[-1], 9.0 if i in (0, 1, 8, 9) else 1.0 if took[-1] == best else 2.0)
+        return took
+
+    turns = [*[1] * 8, *[2] * 8] * 2
     try:
-        tried = []
-        for _ in range(32):
-            tried.append(_threads(taken))
-            taken[tried[-1]].append(9.0 if len(taken[tried[-1]]) < 2 else 1.0 if tried[-1] == quicker else 2.0)
-        assert tried == [*[1] * 8, *[2] * 8] * 2
-        assert _threads(taken) == quicker
+        torch.set_num_threads(2)
+        assert steps(2048, quicker) == [*turns, *[quicker] * 2016]
+        assert steps(40, 3 - quicker) == [*turns, *[3 - quicker] * 8]
+        torch.set_num_threads(1)
+        assert steps(40, 1) == [1] * 40
+        torch.set_num_threads(2)
+        assert steps(40, quicker) == [*turns, *[quicker] * 8]
     finally:
         torch.set_num_threads(before)
 

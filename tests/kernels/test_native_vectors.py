@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
+from sparring.core.sparse_rows import lookup
 from sparring.kernels.native import library, vectors
 from sparring.models.retriever import NORM_EPS, Retriever
 from sparring.models.towers import IdTower
@@ -87,3 +90,34 @@ def test_an_id_outside_its_table(form: str) -> None:
     if form == "native":
         with pytest.raises(IndexError):
             vectors.unit_rows(torch.zeros(3, 2), torch.tensor([-1]), None, 0)
+        for wrong in (-1, 3):
+            with pytest.raises(IndexError):
+                vectors.rows(torch.zeros(3, 2), torch.tensor([0, wrong]))
+
+
+@pytest.mark.parametrize(("n", "d"), [(0, 3), (1, 1), (9, 5), (3000, 16)])
+def test_rows_of_a_table(form: str, n: int, d: int) -> None:
+    """Every row, by one thread and by several; None where another form serves."""
+    table = torch.randn(700, d, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(700, (n,), generator=torch.Generator().manual_seed(1))
+    got = vectors.rows(table, ids)
+    if form == "torch":
+        assert got is None
+        return
+    assert got is not None
+    assert got.shape == (n, d)
+    assert got.tolist() == [table[i].tolist() for i in ids.tolist()]
+    assert vectors.rows(table.double(), ids) is None
+    assert vectors.rows(table[:, :-1] if d > 1 else table.T, ids.int()) is None
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (2, 3)])
+def test_lookups_of_any_shape(shape: tuple[int, ...]) -> None:
+    """One vector per id and one row of the gradient, also where there is no id."""
+    table = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    ids = torch.arange(math.prod(shape)).reshape(shape)
+    found = lookup(table, ids)
+    assert torch.equal(found, table.detach()[ids])
+    found.sum().backward()
+    assert table.grad is not None
+    assert torch.equal(table.grad.to_dense().sum(1), 4.0 * (torch.arange(7) < ids.numel()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol, cast, runtime_checkable
+from typing import Literal, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -56,7 +56,6 @@ def listeners(root: nn.Module, event: Event) -> list[Part]:
     return [cast(Part, module) for module in root.modules() if getattr(type(module), event, default) is not default]
 
 
-@runtime_checkable
 class DetailedLoss(Protocol):
     """A loss whose `detailed` also returns by-products: the draw counts, or notes for its own observe()."""
 
@@ -66,4 +65,5 @@ class DetailedLoss(Protocol):
 
 def loss_output(loss: Callable[[Step, Bag], Tensor], step: Step, bag: Bag) -> LossOutput:
     """The result of any loss: a function of (step, bag) that returns one value per query, or a DetailedLoss."""
-    return loss.detailed(step, bag) if isinstance(loss, DetailedLoss) else LossOutput(loss(step, bag))
+    detailed: Callable[[Step, Bag], LossOutput] | None = getattr(loss, "detailed", None)
+    return LossOutput(loss(step, bag)) if detailed is None else detailed(step, bag)

@@ -51,7 +51,8 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.table = table
-        return F.embedding(ids, table)
+        found = native.rows(table.detach(), ids.reshape(-1))
+        return F.embedding(ids, table) if found is None else found.reshape(*ids.shape, table.shape[1])
 
     @staticmethod
     @once_differentiable

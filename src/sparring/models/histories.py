@@ -58,7 +58,8 @@ class PastReader(HistoryReader):
             vectors = self.encode_windows(*self._window(context.places), context.places)
             return vectors.flatten(0, 1).index_select(0, context.slots)
         if isinstance(context, Given):
-            return self.encode_sets(self.items[context.places], context.owners, context.sets)[context.rows]
+            sets = self.encode_sets(self.items[context.places], context.owners, context.sets)
+            return sets.index_select(0, context.rows)
         flat = ids.reshape(-1)
         return self.encode_places(self._recent(flat, context)).reshape(*ids.shape, -1)
 

@@ -123,18 +123,24 @@ def corrected(blocks: list[Candidates], step: Step, source: Negatives, correctio
     shift = log_size if correction in ("negatives", "both") else 0.0
     names = {"count": "-log expected count", "refined": "-log expected count", "negatives": "-log q", "both": "-log q"}
     weighed = []
+    positive_count: Tensor | None = None
     for block in blocks:
-        log_w = shift - log_count(block.ids)
+        count = log_count(block.ids)
+        if block.ids is step.item_ids and count.dim() == 1:
+            positive_count = count
+        log_w = shift - count
         log_w = torch.where(torch.isneginf(block.log_w), block.log_w, log_w)
         words = replace(block.provenance, weighting=names[correction])
         weighed.append(replace(block, log_w=log_w, provenance=words))
     positive = None
-    if correction in ("both", "refined"):
+    if correction in ("both", "refined") and positive_count is None:
         # a column, since counts may depend on the query
         positive_count = log_count(step.item_ids.unsqueeze(1)).squeeze(1)
     if correction == "both":
+        assert positive_count is not None
         positive = log_size - positive_count
     elif correction == "refined":
+        assert positive_count is not None
         # the published form divides by the number of negatives that differ from the positive
         kept = torch.zeros(len(step.q), device=step.q.device)
         for block in blocks:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from sparring.recipes.run import Run
 from sparring.training.checkpoint import CheckpointManager, State
 from sparring.training.cuda_graph import CudaGraphStep
 from sparring.training.eligibility import listed_items
+from sparring.training.freed_memory import keep_freed
 from sparring.training.light_optimizers import Adam
 from sparring.training.optimizers import (
     Schedule,
@@ -87,6 +89,8 @@ class Trainer:
         trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
         self.trained = list(trained.parameters())
         self.optimizers = optimizers(trained, training.optimizer, training.lr, training.weight_decay)
+        # without the hooks of torch, which nothing registers here and whose profiling takes longer than a small update
+        self.updates = [(unwrap(type(optimizer).step), optimizer) for optimizer in self.optimizers]
         self.observers = listeners(self.modules, "observe")
         self.refreshers = listeners(self.modules, "refresh")
         self.reporters = listeners(self.modules, "report")
@@ -96,6 +100,8 @@ class Trainer:
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
         self.positives = Positives.lazy(lambda: train.positives().to(device))
         self.rows = TrainingRows(run, train, device)
+        if device.type == "cpu":
+            keep_freed()
         alone = device.type == "cpu" and ranks.world == 1
         self.by_rows = alone and all(isinstance(optimizer, Adam) for optimizer in self.optimizers)
         paired = alone and self.rows.kind == "pairs"
@@ -225,15 +231,15 @@ class Trainer:
             )
             weights = self.weights(pairs)
             weighed = losses if weights is None else losses * self.ranks.own(weights)
-            (weighed.sum() / len(pairs)).backward()
+            weighed.backward(torch.full_like(weighed, 1 / len(pairs)))
         sum_gradients(self.trained, self.ranks)
         if self.setup.training.clip is not None:
             clip_gradients(self.modules.parameters(), self.setup.training.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        for table in self.checkpoints.tables.values():
-            table.step(self.setup.training.lr * (1.0 if self.factor is None else self.factor))
         with torch.no_grad():
+            for update, optimizer in self.updates:
+                update(optimizer)
+            for table in self.checkpoints.tables.values():
+                table.step(self.setup.training.lr * (1.0 if self.factor is None else self.factor))
             for observer in self.observers:
                 observer.observe(taken, outcome)
         self.total += outcome.loss.sum()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from sparring.training.row_optimizers import RowOptimizer
 
 TRIED = 16  # steps that are timed with one thread, and as many with all
 IN_TURN = 8  # of these steps in a row: the first ones after a change find rows in the cache of another processor
+AGAIN = 2048  # steps from one trial to the next
 PairwiseStep = Callable[[Tensor, torch.Generator, Tensor | None], Tensor]
 
 
@@ -62,51 +62,71 @@ def pairwise_step(
     if owners[0] is None or owners[1] is None:
         return None
     of_queries, of_items = owners[0], owners[1]
-    temperature, exclude, source = run.temperature, negatives.exclude, negatives
+    tau, exclude, source = float(run.temperature.tau), negatives.exclude, negatives
     slots = native.slots(query.weight), native.slots(item.weight)
     columns = pairs[0].int().contiguous(), pairs[1].int().contiguous()  # no copy: pairs have this type
     known: tuple[Tensor, Tensor, Tensor] | None = None
-    taken: defaultdict[int, list[float]] = defaultdict(list)  # seconds of steps, by threads
+    trial = Threads()
+    equal = torch.empty(0)  # the weights of a batch without weights
 
-    @torch.no_grad()
     def step(batch: Tensor, generator: torch.Generator, weights: Tensor | None) -> Tensor:
-        nonlocal known
+        nonlocal known, equal
         if exclude == "known" and known is None:  # the lists of a run are read when its first step needs them
             known = native.marked(positives.start, positives.items)
         drawn = source.distribution.sample((len(batch), source.n), generator)
-        each, began, threads = term.weight / len(batch), time.perf_counter(), _threads(taken)
+        if weights is None and len(equal) != len(batch):
+            equal = torch.full((len(batch),), term.weight / len(batch))
+        began, threads = time.perf_counter(), trial.next()
         losses = native.pairwise(
             (of_queries[0].native_rule(query.weight, of_queries[1]), of_items[0].native_rule(item.weight, of_items[1])),
             slots,
             columns,
             batch,
             drawn,
-            torch.full((len(batch),), each) if weights is None else weights * each,
-            float(temperature.tau),
+            equal if weights is None else weights * (term.weight / len(batch)),
+            tau,
             penalty,
             kept,
             exclude,
             known,
             threads,
         )
-        if len(taken[threads]) < TRIED:
-            taken[threads].append(time.perf_counter() - began)
-        return losses * term.weight
+        trial.took(threads, time.perf_counter() - began)
+        return losses if term.weight == 1 else losses * term.weight
 
     return step
 
 
-def _threads(taken: defaultdict[int, list[float]]) -> int:
-    """The threads of the next step: one and all in turn, then those with the quicker steps.
+class Threads:
+    """The threads of each step: one and all take turns, then those with the quicker steps stay for a while.
 
     Threads read rows that others have just written. Where that takes longer than it saves, between processors with
-    caches of their own, one is quicker.
+    caches of their own, one is quicker. Virtual machines come to such processors, and leave them, as they run.
     """
-    choices = sorted({1, torch.get_num_threads()})
-    untried = [n for n in choices if len(taken[n]) < TRIED]
-    if untried:
-        return min(untried, key=lambda n: len(taken[n]) // IN_TURN)
-    return min(choices, key=lambda n: statistics.median(taken[n]))
+
+    def __init__(self) -> None:
+        self.every = self.left = 0  # all threads; steps until the next trial
+        self.taken: dict[int, list[float]] = {}  # seconds of the steps of a trial, by threads
+        self.quickest: int | None = None
+
+    def next(self) -> int:
+        """The threads of the next step."""
+        every = torch.get_num_threads()
+        if self.every != every or not self.left:
+            self.every, self.left, self.quickest = every, AGAIN, None
+            self.taken = {n: [] for n in sorted({1, every})}
+        self.left -= 1
+        if self.quickest is None:
+            untried = [n for n, seconds in self.taken.items() if len(seconds) < TRIED]
+            if untried:
+                return min(untried, key=lambda n: len(self.taken[n]) // IN_TURN)
+            self.quickest = min(self.taken, key=lambda n: statistics.median(self.taken[n]))
+        return self.quickest
+
+    def took(self, threads: int, seconds: float) -> None:
+        """Tell what the step took."""
+        if self.quickest is None:
+            self.taken[threads].append(seconds)
 
 
 def _owner(table: Tensor, rules: Sequence[torch.optim.Optimizer]) -> tuple[RowOptimizer, dict[str, Any]] | None:

@@ -30,6 +30,8 @@ from sparring.data.histories import (
 from sparring.data.interactions import Interactions, Split
 from sparring.data.weights import spread
 from sparring.kernels.chunked import half_gradients
+from sparring.kernels.native.draws import order
+from sparring.kernels.native.ids import taken
 from sparring.models.retriever import Retriever
 from sparring.recipes.run import Run, Solver, Term
 from sparring.recipes.setup import Setup
@@ -109,16 +111,18 @@ def training_step(
     )
     bags: list[Bag] = []
     outputs: list[LossOutput] = []
-    total = torch.zeros((), device=q.device)
+    total: Tensor | None = None
     for term in run.terms:
         bag = term.negatives(step)
         _check_bag(term, bag)
         with half_gradients(setup.training.precision in ("auto", "bf16")):
             output = loss_output(term.loss, step, bag)
         _check_losses(term, output.losses, q.shape[:1])
-        total = total + term.weight * output.losses
+        losses = output.losses if term.weight == 1 else term.weight * output.losses
+        total = losses if total is None else total + losses
         bags.append(bag)
         outputs.append(output._replace(losses=output.losses.detach()))
+    assert total is not None
     return total, step, Outcome(total.detach(), tuple(bags), tuple(outputs))
 
 
@@ -211,8 +215,8 @@ class TrainingRows:
         if self.kind == "sets":
             assert self.at is not None
             places, owners = step
-            order = torch.rand(len(places), generator=generator, device=places.device).argsort()
-            rows, given = order.tensor_split([self.count(step)])
+            mixed = order(len(places), generator)
+            rows, given = mixed.tensor_split([self.count(step)])
             sets = len(places) if places.is_cuda else int(owners[-1]) + 1  # a recorded step needs one shape
             queries = self.queries.new_zeros(sets).scatter_(0, owners, self.queries[self.at[places]])
             return self.at[places[rows]], Given(places[given], owners[given], owners[rows], queries)
@@ -230,7 +234,7 @@ class TrainingRows:
 
     def ids(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
         """The queries and the items (B,) of these pairs."""
-        return self.queries.index_select(0, pairs).long(), self.items.index_select(0, pairs).long()
+        return taken(self.queries, pairs), taken(self.items, pairs)
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
         """(at most n,) pairs of distinct random rows, as an epoch would meet them; rows on the CPU only."""

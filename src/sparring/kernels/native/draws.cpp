@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 namespace {
 
@@ -64,5 +66,24 @@ extern "C" int sparring_randint(State *state, int64_t range, int64_t n, int64_t 
         done += some;
     }
     std::copy_n(word, N, state->word);
+    return 0;
+}
+
+// The order (n,) of numbers that are not negative, first ones first among equals: a radix sort, since the bits of such
+// floats ascend as their values do.
+extern "C" int sparring_order(const float *x, int64_t n, int64_t *order) {
+    constexpr int BITS = 11, SIZE = 1 << BITS;
+    std::vector<uint32_t> key(n);
+    std::vector<int32_t> from(n), to(n);
+    std::memcpy(key.data(), x, size_t(n) * sizeof(float));
+    for (int64_t i = 0; i < n; i++) from[i] = int32_t(i);
+    for (int shift = 0; shift < 32; shift += BITS) {
+        int32_t next[SIZE + 1] = {};
+        for (int64_t i = 0; i < n; i++) next[(key[i] >> shift & (SIZE - 1)) + 1]++;
+        for (int d = 0; d < SIZE; d++) next[d + 1] += next[d];
+        for (int64_t i = 0; i < n; i++) to[next[key[from[i]] >> shift & (SIZE - 1)]++] = from[i];
+        from.swap(to);
+    }
+    std::copy(from.begin(), from.end(), order);
     return 0;
 }

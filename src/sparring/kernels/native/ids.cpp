@@ -1,5 +1,6 @@
-// A list of ids by hash: how many are distinct, and where given ids occur. See ids.py for the torch form.
+// Ids of some rows; a list of ids by hash: how many are distinct, and where given ids occur. See ids.py for the torch form.
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -29,6 +30,17 @@ class Places {
 };
 
 }  // namespace
+
+// out (m,) = column[rows], whose places in memory are asked for early. Returns 1 if a row is not in [0, n).
+extern "C" int sparring_ids_take(const int32_t *column, int64_t n, const int64_t *rows, int64_t m, int64_t *out) {
+    constexpr int64_t AHEAD = 32;
+    for (int64_t k = 0; k < m; k++) {
+        __builtin_prefetch(column + rows[std::min(k + AHEAD, m - 1)]);
+        if (uint64_t(rows[k]) >= uint64_t(n)) return 1;
+        out[k] = column[rows[k]];
+    }
+    return 0;
+}
 
 // The number of distinct ids of a list goes to `count`.
 extern "C" int sparring_ids_distinct(const int64_t *ids, int64_t n, int64_t *count) {

@@ -1,4 +1,4 @@
-"""Ids in a list of candidates: how many are distinct, and where given ids occur, by hash instead of by sorting."""
+"""Ids of some rows; ids in a list: how many are distinct, and where given ids occur, by hash instead of by sorting."""
 
 from __future__ import annotations
 
@@ -9,8 +9,22 @@ from torch import Tensor
 
 from sparring.kernels.native.library import function, plain
 
+_TAKE = "ids_take", "plplp"
 _DISTINCT, _FIND, _PAIRS = ("ids_distinct", "plp"), ("ids_find", "plplppp"), ("ids_pairs", "ppplpp")
 _MOST = 1 << 30  # places are 32-bit numbers
+
+
+def taken(column: Tensor, rows: Tensor) -> Tensor:
+    """column[rows] (n,) int64."""
+    kernel = function(*_TAKE)
+    fits = plain(column, rows) and column.dtype == torch.int32 and rows.dtype == torch.int64 and column.is_contiguous()
+    if kernel is None or not fits:
+        return column.index_select(0, rows).long()
+    rows = rows.contiguous()
+    out = torch.empty_like(rows)
+    if kernel(column.data_ptr(), len(column), rows.data_ptr(), len(rows), out.data_ptr()):
+        raise IndexError(f"a row is outside a column of {len(column)}")
+    return out
 
 
 def distinct(ids: Tensor) -> int:

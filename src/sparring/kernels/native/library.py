@@ -74,7 +74,7 @@ def function(name: str, signature: str) -> Callable[..., int] | None:
 
 def plain(*tensors: Tensor) -> bool:
     """Whether tensors have memory that a kernel can read: of the CPU, and none of a tracer's that only have shapes."""
-    return all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in tensors)
+    return all(t.is_cpu and type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
 @cache

@@ -24,6 +24,7 @@ constexpr float NORMAL = 1e-19f;         // smaller numbers have denormal square
 constexpr int64_t CACHED = 1 << 17;      // scores of a block: half a megabyte
 constexpr int64_t ALONE = 32768;         // pairs up to which one thread is fastest
 constexpr int64_t SUMMED = 4096;         // exponentials summed in float32
+constexpr int64_t PAD = 48;              // a multiple of PANEL on every processor: _PANEL in logsumexp.py
 constexpr int64_t DEPTH = 128;           // terms summed in registers before they join the others
 
 // Pairs (query, candidate) that never count: `columns` by ascending `rows`, and a mask (n, c); either may be absent.
@@ -201,15 +202,21 @@ Sum drawn(float *row, int64_t c, const float *scale, double draws, float *counte
 }  // namespace
 
 // The candidates emb (c, d) in panels of PANEL columns, for the scores, and in rows of whole vectors times their scale,
-// for the gradient by query. Both are zero before, with c rounded up to PANEL and d to LANES; rows may be absent.
+// for the gradient by query. What is beyond c or d is zero, c rounded up to PAD and d to `width`; rows may be absent.
 extern "C" int sparring_logsumexp_pack(const float *emb, int64_t c, int64_t d, const float *scale, float *panels,
                                        float *rows, int64_t width) {
 #pragma omp parallel for schedule(static) num_threads(threads_for(c * d))
-    for (int64_t j = 0; j < c; j++) {
+    for (int64_t j = 0; j < rounded_up(c, PAD); j++) {
         float *to = panels + j / PANEL * PANEL * d + j % PANEL;
+        if (j >= c) {
+            for (int64_t k = 0; k < d; k++) to[k * PANEL] = 0;
+            continue;
+        }
         for (int64_t k = 0; k < d; k++) to[k * PANEL] = emb[j * d + k];
+        if (rows == nullptr) continue;
         const float by = scale == nullptr ? 1.0f : scale[j];
-        for (int64_t k = 0; rows != nullptr && k < d; k++) rows[j * width + k] = by * emb[j * d + k];
+        for (int64_t k = 0; k < d; k++) rows[j * width + k] = by * emb[j * d + k];
+        std::fill(rows + j * width + d, rows + (j + 1) * width, 0.0f);
     }
     return 0;
 }

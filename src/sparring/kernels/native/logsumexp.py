@@ -24,6 +24,7 @@ from sparring.kernels.reference import ExcludedKeys, ExcludedPairs
 _PACK, _SUMS = ("logsumexp_pack", "pllpppl"), ("logsumexp", "pppllllpldppllpplppppp")
 _COLUMNS, _TURN = ("logsumexp_columns", "pplllp"), ("logsumexp_rows", "plllpp")
 _ROWS, _PANEL, _LANES = 8, 48, 16  # multiples of the tile's on every processor
+_SHAPES = 32  # queries of the products in bfloat16 are a multiple: oneDNN compiles a kernel for every new shape
 AGAIN = 64  # queries whose exponentials are computed again at a time, if they are at most STORE
 
 
@@ -70,8 +71,8 @@ class _Problem:
         kernel = function(*_PACK)
         assert kernel is not None
         c, d = self.emb.shape
-        panels, width = self.emb.new_zeros(self.stride, d), _up(d, _LANES)
-        rows = self.emb if width == d and self.scale is None else self.emb.new_zeros(c, width)
+        panels, width = self.emb.new_empty(self.stride, d), _up(d, _LANES)
+        rows = self.emb if width == d and self.scale is None else self.emb.new_empty(c, width)
         written = 0 if rows is self.emb else rows.data_ptr()
         kernel(self.emb.data_ptr(), c, d, _at(self.scale), panels.data_ptr(), written, width)
         return panels, rows
@@ -130,7 +131,8 @@ class _WeightedLogSumExp(torch.autograd.Function):
         half = keep and chunked.halves()
         kept = halved = gradient = None
         if half:
-            halved = chunked.spare.take(q.new_empty(0, dtype=torch.bfloat16), n, c)
+            halved = chunked.spare.take(q.new_empty(0, dtype=torch.bfloat16), _up(n, _SHAPES), c)
+            halved[n:] = 0
         elif keep and by_candidate:
             kept = chunked.spare.take(q, *problem.room(n))
         if by_query and not half:
@@ -152,8 +154,11 @@ class _WeightedLogSumExp(torch.autograd.Function):
         factor = torch.where(total > 0, grad / total, 0.0)
         if kept is not None and kept.dtype == torch.bfloat16:
             scale = None if problem.scale is None else problem.scale.unsqueeze(1)
-            of_query = (kept @ (problem.emb if scale is None else problem.emb * scale).bfloat16()).float()
-            of_candidate = (kept.T @ (problem.q * factor.unsqueeze(1)).bfloat16()).float()
+            emb = (problem.emb if scale is None else problem.emb * scale).bfloat16()
+            of_query = (kept @ emb)[: len(problem.q)].float()
+            rows = kept.new_zeros(len(kept), problem.q.shape[1])
+            torch.mul(problem.q, factor.unsqueeze(1), out=rows[: len(problem.q)])
+            of_candidate = (kept.T @ rows).float()
             if scale is not None:
                 of_candidate *= scale
         else:
@@ -183,7 +188,9 @@ def _of_candidate(problem: _Problem, kept: Tensor | None, factor: Tensor) -> Ten
     assert turn is not None
     q, (c, d), stride = problem.q, problem.emb.shape, problem.stride
     width = _up(d, _ROWS)
-    rows = F.pad(q * factor.unsqueeze(1), (0, width - d))
+    rows = q * factor.unsqueeze(1)
+    if width != d:
+        rows = F.pad(rows, (0, width - d))
     columns, out = q.new_zeros(width, stride), torch.empty_like(problem.emb)
     step = max(1, len(q)) if kept is not None else max(_ROWS, min(AGAIN, chunked.STORE // stride))
     for low in range(0, len(q), step):

@@ -1,11 +1,15 @@
 // Rows scaled to length 1, with a last column of item biases or ones: gathered from a table, or taken as they are, with
 // dropout before the scaling where `uniform` is given. See core/unit_rows.py for the torch form.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
+#include "lanes.h"
+
 namespace {
 
+constexpr int64_t AHEAD = 4;  // rows whose memory is asked for early
 constexpr float EPS = 1e-6f;  // NORM_EPS of models/retriever.py: a shorter row is divided by this
 
 }
@@ -21,6 +25,7 @@ extern "C" int sparring_unit_rows(const float *table, const int64_t *ids, int64_
     const float grown = 1 / (1 - rate);
 #pragma omp parallel for schedule(static) if (n * d > 32768)
     for (int64_t i = 0; i < n; i++) {
+        if (ids != nullptr) sparring::fetch(table + ids[std::min(i + AHEAD, n - 1)] * d, d);
         const int64_t at = ids == nullptr ? i : ids[i];
         const float *x = table + at * d;
         float *y = out + i * (d + extra), squares = 0;

@@ -1,4 +1,4 @@
-"""Vectors of a step on a CPU: scaled to length 1, and their inner products, one pass each, with gradients.
+"""Vectors of a step on a CPU: rows of a table, scaled to length 1, and inner products, one pass each, with gradients.
 
 Each function answers None where it does not apply: no library, or another kind of tensor than float32 in contiguous
 memory; the caller then runs its torch code.
@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from sparring.kernels.native.library import function, plain
 
+_ROWS = "rows", "plplpl"
 _UNIT, _UNIT_BACKWARD = ("unit_rows", "pplllpipfpp"), ("unit_rows_backward", "pppllipfp")
 _DOTS, _DOTS_BACKWARD = ("row_dots", "ppllp"), ("row_dots_backward", "pppllpp")
 
@@ -21,6 +22,18 @@ _DOTS, _DOTS_BACKWARD = ("row_dots", "ppllp"), ("row_dots_backward", "pppllpp")
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors."""
     return plain(*tensors) and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+
+
+def rows(table: Tensor, ids: Tensor) -> Tensor | None:
+    """table[ids] (n, D) for ids (n,), without autograd."""
+    kernel = function(*_ROWS)
+    if kernel is None or table.dim() != 2 or not fits(table) or not plain(ids) or ids.dtype != torch.int64:
+        return None
+    ids = ids.contiguous()
+    out = table.new_empty(len(ids), table.shape[1])
+    if kernel(table.data_ptr(), len(table), ids.data_ptr(), len(ids), out.data_ptr(), table.shape[1]):
+        raise IndexError(f"an id is not a row of a table of {len(table)}")
+    return out
 
 
 def unit_rows(
