@@ -295,7 +295,7 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> _Task:
     import numpy as np
 
     from sparring.data.fingerprints import fingerprint
-    from sparring.data.histories import past_of
+    from sparring.models.trend import know
     from sparring.training.folder import SELECTION
 
     record = trained.meta.get("source") or {}
@@ -309,8 +309,7 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> _Task:
             raise UserError(reason + chose * (args.run / SELECTION).is_dir())
         if part is None:
             raise UserError(f"the data of {args.run} has no {args.part} part: the split left none")
-        if trained.model.past_readers():  # a finished run knows the validation part
-            trained.model.remember(past_of(parts, args.part))
+        know(trained.model, parts, args.part)  # a finished run knows the validation part
         blank = len(np.setdiff1d(part.queries, parts.train.queries))
         title = f"its own {args.part} part"
         return _Task(part, parts.seen_for(args.part), parts.train.counts(), title, blank, parts=parts)

@@ -17,7 +17,7 @@ from sparring.core.errors import UserError
 from sparring.core.files import read_table, write_table
 from sparring.core.manifest import Manifest
 from sparring.core.types import Positives
-from sparring.data.pairs import csr, occurrences
+from sparring.data.pairs import csr, occurrences, undated
 
 TRAIN, VALID, TEST = 0, 1, 2  # codes of the split column
 
@@ -195,6 +195,18 @@ class Interactions:
         """(N,) int64 interactions per item."""
         return occurrences(self.items, self.n_items)
 
+    def recent_counts(self, half_life: float | None) -> np.ndarray:
+        """(N,): the weights of each item's interactions, halved for each `half_life` of the time span, and summed.
+
+        Without a half-life, or without times, all ages count alike; an interaction without a time is the oldest.
+        """
+        weight = np.ones(len(self)) if self.weight is None else self.weight.astype(np.float64)
+        if half_life is not None and self.time is not None and len(self):
+            known, newest = ~undated(self.time), self.time.max()
+            age = (newest - np.where(known, self.time, self.time[known].min(initial=newest))).astype(np.float64)
+            weight = weight * 2.0 ** (-age / max(half_life * age.max(), 1e-300))
+        return np.bincount(self.items, weights=weight, minlength=self.n_items)
+
     def pairs(self) -> tuple[Tensor, Tensor]:
         """(queries, items) as int32 tensors that share memory with the columns."""
         return torch.from_numpy(self.queries), torch.from_numpy(self.items)
@@ -269,6 +281,16 @@ class Split:
     valid: Interactions | None = None
     test: Interactions | None = None
     seen: Positives | None = None  # of train and valid together, where precomputed (prepared data)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether nearly all that queries take in the validation part came after their training part."""
+        train, valid = self.train, self.valid
+        if valid is None or train.time is None or valid.time is None or not len(train):
+            return False
+        last = np.full(train.n_queries, -np.inf)
+        np.maximum.at(last, train.queries, train.time.astype(np.float64))
+        return bool((valid.time.astype(np.float64) >= last[valid.queries]).mean() > 0.95)
 
     def seen_for(self, part: str) -> Positives:
         """The pairs masked when `part` is ranked: those before it and hidden ones; none where repeats are kept."""

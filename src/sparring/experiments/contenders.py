@@ -151,8 +151,8 @@ class Facts:
             train.n_items,
             len(train),
             float(trained[np.unique(valid.queries)].mean()),
-            ordered := _is_ordered(train, valid),
-            ordered and not train.is_order,
+            split.ordered,
+            split.ordered and not train.is_order,
             has_texts(train, "query") and has_texts(train, "item"),
             () if table is None else tuple(table.columns),
             _no_square(train.n_items, device),
@@ -221,15 +221,6 @@ def _contender(
     shown = {name: value for name, value in settings.items() if name not in hidden}
     words = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in shown.items()]
     return Contender(" ".join([family.name, *words]), family.name, family.recipe, settings, turn)
-
-
-def _is_ordered(train: Interactions, valid: Interactions) -> bool:
-    """Whether nearly all that queries take in the validation part came after their training part."""
-    if train.time is None or valid.time is None or not len(train):
-        return False
-    last = np.full(train.n_queries, -np.inf)
-    np.maximum.at(last, train.queries, train.time.astype(np.float64))
-    return bool((valid.time.astype(np.float64) >= last[valid.queries]).mean() > 0.95)
 
 
 def _no_square(n_items: int, device: str) -> str | None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
-from sparring.data.pairs import undated
 from sparring.models.retriever import Retriever
 from sparring.models.towers import HistoryReader, IdTower
 
@@ -61,12 +60,7 @@ class ItemCounts:
     def sweeps(self, model: Retriever, data: Interactions) -> Iterator[float]:
         assert isinstance(model.item, IdTower)
         self.check(data)
-        weight = np.ones(len(data)) if data.weight is None else data.weight.astype(np.float64)
-        if self.half_life is not None and data.time is not None and len(data):
-            known, newest = ~undated(data.time), data.time.max()
-            age = (newest - np.where(known, data.time, data.time[known].min(initial=newest))).astype(np.float64)
-            weight = weight * 2.0 ** (-age / max(self.half_life * age.max(), 1e-300))
-        counts = np.bincount(data.items, weights=weight, minlength=data.n_items)
+        counts = data.recent_counts(self.half_life)
         model.item.weight.copy_(torch.from_numpy(np.log1p(counts)).unsqueeze(1))
         share = counts[data.items] / max(counts.sum(), 1e-300)
         yield float(-np.log(np.maximum(share, 1e-300)).mean())

@@ -24,6 +24,7 @@ from sparring.models.histories import PastReader, past_readers, reading
 from sparring.models.low_rank_ease import LowRankEase
 from sparring.models.parts import Perceptron
 from sparring.models.towers import HistoryReader, IdTower, UnitTower, evaluating, width_of
+from sparring.models.trend import Trend
 
 NORM_EPS = 1e-6  # a shorter vector is scaled by 1 / NORM_EPS, so that zero stays zero and its gradient finite
 
@@ -34,7 +35,8 @@ class Retriever(nn.Module):
     Works with any two modules that map ids to vectors of the same width. `n_items` is read from the item tower (`n`, or
     `num_embeddings` of an nn.Embedding) unless given. With `item_bias`, a tower of width 1, the score is q_u . e_i +
     b_i: an item's vector ends in b_i and a query's in 1, so every inner product includes the bias. Scaling to length 1
-    leaves that last dimension out. `with_closed_form` adds dimensions before it (low_rank_ease.py).
+    leaves that last dimension out. `with_closed_form` adds dimensions before it (low_rank_ease.py), `with_trend` a part
+    of the bias that follows the demand (trend.py).
 
         model = Retriever(IdTower(n_queries, 64), IdTower(n_items, 64), score="cosine")
         scores = model.encode_queries(queries) @ model.item_vectors().T
@@ -62,6 +64,7 @@ class Retriever(nn.Module):
             raise ValueError(f"the item tower {type(item).__name__} has no attribute n: pass n_items")
         self.n_items, self.width = int(count), widths[0]
         self.closed_form: LowRankEase | None = None
+        self.trend: Trend | None = None
         self._reads_context = "context" in inspect.signature(query.forward).parameters
 
     @property
@@ -98,14 +101,16 @@ class Retriever(nn.Module):
         vectors = self._scaled(self.item(ids))
         more = [] if self.closed_form is None else [self.closed_form.items(ids)]
         if self.item_bias is not None:
-            more.append(self.item_bias(ids))
+            bias = self.item_bias(ids)
+            more.append(bias if self.trend is None else bias + self.trend.shift[ids].unsqueeze(-1))
         return torch.cat([vectors, *(each.to(vectors.dtype) for each in more)], -1) if more else vectors
 
     def _unit_items(self, ids: Tensor) -> Tensor | None:
         """The same from tables in one pass, if a native kernel can do that."""
         bias = self.item_bias
         tables = [part for part in (self.item, bias) if type(part) is IdTower and part.sparse]
-        if self.score != "cosine" or self.closed_form is not None or len(tables) != 1 + (bias is not None):
+        added = self.closed_form is not None or self.trend is not None
+        if self.score != "cosine" or added or len(tables) != 1 + (bias is not None):
             return None
         return unit_lookup(*(tables[0].weight, ids.long()), *(table.weight for table in tables[1:]))
 
@@ -223,13 +228,19 @@ class Retriever(nn.Module):
         other.closed_form = form.to(self.device)
         return other
 
+    def with_trend(self, trend: Trend) -> Retriever:
+        """The same towers, shared, with a trend, which has yet to count (trend.py)."""
+        other = self._shared()
+        other.trend = trend.to(self.device)
+        return other
+
     @property
     def towers(self) -> Retriever:
-        """The same towers, shared, without a closed form, as they are trained."""
-        if self.closed_form is None:
+        """The same towers, shared, without a closed form and a trend, as they are trained."""
+        if self.closed_form is None and self.trend is None:
             return self
         other = self._shared()
-        other.closed_form = None
+        other.closed_form = other.trend = None
         return other
 
     def _shared(self) -> Retriever:

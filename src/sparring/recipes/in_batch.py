@@ -17,6 +17,7 @@ from sparring.losses import softmax_loss
 from sparring.models.build import width
 from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
+from sparring.models.sequences import SequenceTower
 from sparring.negatives import (
     AllItems,
     Cache,
@@ -85,12 +86,14 @@ def default(
     exclude: Excluded = "known",
     steps: Annotated[int, "batches are smaller than batch_size where an epoch has fewer steps than this"] = 48,
     closed_form: Annotated[int, "dimensions of EASE beside the towers, twice as many for few weights; 0: none"] = 512,
+    trend: Annotated[bool, "a part of the item bias follows the demand, where the validation part is later"] = True,
     cpu_epochs: Annotated[int | None, "epochs on a CPU where epochs is not set; none: as on a GPU"] = 16,
 ) -> Run:
     """Queries as sums of their items, against uniform negatives that the query has not taken, or all of them.
 
     A catalogue of at most n items is seen completely at every step. The temperature is chosen on the validation part
-    in the first epochs; the form and the weight of EASE, added to the scores of the towers, after the last.
+    in the first epochs; the form and the weight of EASE, added to the scores of the towers, after the last. Where the
+    validation part is later than the training part, a part of the item bias follows the demand (models/trend.py).
     Liang et al., Variational Autoencoders for Collaborative Filtering, WWW 2018 (Mult-DAE, which this simplifies).
     """
     rows = epoch_rows(data, setup)
@@ -104,7 +107,8 @@ def default(
     unset = setup.training.epochs == DEFAULT.training.epochs
     run = compose(data, setup, Term(1.0, negatives))
     dim = closed_form_width(run.model, data, closed_form)
-    return replace(run, closed_form=dim, cpu_epochs=cpu_epochs if unset else None)
+    trend = trend and isinstance(run.model.query, HistoryTower | SequenceTower)
+    return replace(run, closed_form=dim, trend=trend, cpu_epochs=cpu_epochs if unset else None)
 
 
 def closed_form_width(model: Retriever, data: Interactions, most: int) -> int:

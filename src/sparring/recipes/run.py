@@ -86,6 +86,7 @@ class Run:
     batches: RandomBatches | None = None  # a sampler of batches in place of random ones
     solver: Solver | None = None
     closed_form: int = 0  # dimensions of a closed form beside the trained towers (training/closed_form.py)
+    trend: bool = False  # whether it follows the demand and knows newcomers (training/trend.py)
     cpu_epochs: int | None = None  # on a CPU, in place of the setup's
 
     @property

@@ -43,7 +43,7 @@ from sparring.training.shards import Rows, check_tables, read_tables, write_mode
 log = logging.getLogger(__name__)
 
 NAME, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
-CLOSED = "closed_form."  # names of the tensors of a closed form, which is added after training
+ADDED = "closed_form.", "trend."  # names of the tensors of what is added after training
 _ADVICE = "train again, or restore it from a copy"
 
 
@@ -141,12 +141,12 @@ class CheckpointManager:
             return
         if self.ranks.rank == 0:
             tensors = own_tensors(path, self.owner)[0]
-            own = {name: tensor for name, tensor in tensors.items() if not name.startswith(CLOSED)}
+            own = {name: tensor for name, tensor in tensors.items() if not name.startswith(ADDED)}
             files.load_tensors(self.model, own, path)
         self.ranks.equalise(files.tensors_of(self.model).values())
 
     def write_model(self, model: Retriever, epoch: int) -> None:
-        """Write the best model beside its closed form (closed_form.py)."""
+        """Write the best model with what is added to it: a closed form and a trend."""
         assert self.folder is not None
         path, about = self.folder / "model.safetensors", {"epoch": epoch, "run": self.owner}
         files.write_tensors(path, files.tensors_of(model), about)

@@ -119,16 +119,12 @@ def _choose(
         weight = peak(WEIGHTS, 0.5, lambda weight: score(lam, weight, neighbours))
         return ClosedFormChoice(lam, weight, neighbours=neighbours)
 
-    def ahead(one: Evaluation, other: Evaluation) -> bool:
-        gain = one.per_query[select] - other.per_query[select]
-        return bool(gain.mean() > ERRORS * gain.std() / len(gain) ** 0.5)
-
     low_rank = best(peak(LAMS, 3.0, lambda lam: score(lam, 0.5, None)))
     towers = rank(model, QUERIES)
     choice, kept = replace(low_rank, weight=0.0), towers
     for tried in (low_rank, best(*THINNED)) if small() else (low_rank,):
         found = ranked(tried, QUERIES)
-        taken = ahead(found, kept)
+        taken = ahead(found, kept, select)
         log.info(
             "closed form%s of weight %g (lam %g): %s, with it %s is %.4f, without it %.4f",
             f" with {tried.neighbours} weights per item" if tried.neighbours else "",
@@ -138,6 +134,12 @@ def _choose(
         if taken:
             choice, kept = tried, found
     return replace(choice, towers=towers.metrics[select], both=kept.metrics[select])
+
+
+def ahead(one: Evaluation, other: Evaluation, select: str) -> bool:
+    """Whether one model is ahead of another by ERRORS standard errors of the difference over queries."""
+    gain = one.per_query[select] - other.per_query[select]
+    return bool(gain.mean() > ERRORS * gain.std() / len(gain) ** 0.5)
 
 
 def _square_fits(n_items: int, device: torch.device, ranks: Ranks) -> bool:

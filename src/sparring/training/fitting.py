@@ -28,6 +28,7 @@ from sparring.evaluation.metrics import PROPENSITY_METRICS, parse
 from sparring.evaluation.ranking import Encoder, Evaluation, Lister, evaluate
 from sparring.evaluation.tfidf import TfIdf
 from sparring.models.retriever import Retriever
+from sparring.models.trend import count
 from sparring.recipes import finding, settings
 from sparring.recipes.run import Run
 from sparring.recipes.setup import flat
@@ -44,6 +45,7 @@ from sparring.training.stages import classifier_run, fuse
 from sparring.training.step import check_rows
 from sparring.training.temperature import choose_tau, with_tau
 from sparring.training.trained import TrainedModel, load
+from sparring.training.trend import TrendChoice, add_trend
 from sparring.training.warm_start import warm_start
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
@@ -67,6 +69,7 @@ class Fitted:
     baselines: dict[str, Evaluation] = field(default_factory=dict)  # test metrics by recipe (baselines.py)
     best_is_last: bool = False  # the best epoch is the last that was allowed: more may do better
     closed_form: ClosedFormChoice | None = None  # beside the towers, where the run has one (closed_form.py)
+    trend: TrendChoice | None = None  # of the model, where the run has one (trend.py)
 
     @cached_property
     def _recommender(self) -> TrainedModel:
@@ -84,6 +87,8 @@ class Fitted:
         record |= {"best_is_last": self.best_is_last, "train_seconds": round(self.seconds, 3)}
         if self.closed_form is not None:
             record["closed_form"] = self.closed_form.to_dict()
+        if self.trend is not None:
+            record["trend"] = self.trend.to_dict()
         if self.test is not None:
             record["test"] = self.test.to_dict()
         if self.baselines:
@@ -184,9 +189,7 @@ def fit(
             trainer.train()
         state = trainer.state
         trainer.checkpoints.load_best(state.best_epoch)
-        closed = None
-        if run.closed_form:
-            run, closed = _beside_closed_form(trainer, None if selection is None else selection.closed_form)
+        run, closed, trend = _completed(trainer, selection)
         test = None
         past = _past_for_test(run.model, split)
         if past is not None:
@@ -197,7 +200,7 @@ def fit(
             test = _test(ranked, split, k, metrics, where, ranks, trainer.listed)
         ready = partial(_recommender, run, split, folder, warmed)
         fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds, ready, selection=selection)
-        fitted = replace(fitted, best_is_last=trainer.best_is_last, closed_form=closed)
+        fitted = replace(fitted, best_is_last=trainer.best_is_last, closed_form=closed, trend=trend)
         if baselines and test is not None:
             fitted = replace(fitted, baselines=_baselines(run, split, k, metrics, where, ranks, state.seconds))
         if folder is not None and ranks.rank == 0:
@@ -307,26 +310,35 @@ def _chooses_tau(run: Run) -> bool:
     return run.setup.temperature.tau is None and run.solver is None
 
 
-def _beside_closed_form(trainer: Trainer, choice: ClosedFormChoice | None) -> tuple[Run, ClosedFormChoice]:
-    """The run beside its closed form, as chosen before a refit or on the validation part; its folder gets both.
+def _completed(trainer: Trainer, selection: Fitted | None) -> tuple[Run, ClosedFormChoice | None, TrendChoice | None]:
+    """The run with its closed form and trend, as chosen before a refit or on the validation part; its folder gets all.
 
-    The record of the best epoch then has the metrics of both together, and `towers` that of the towers alone.
+    If the model changed, the record of the best epoch has its metrics on the validation part, and `towers` that of the
+    towers alone. Choices know the training part alone; then the trend counts what came before the test part.
     """
-    run, ranks, valid = trainer.run, trainer.ranks, trainer.valid
-    select = run.setup.validation.select
-    pairs = trainer.split.train.positives().to(trainer.device)
-    rank = None if valid is None else trainer.ranked
-    model, choice = add_closed_form(run.model, pairs, run.closed_form, choice, rank, select, run.setup.seed, ranks)
+    run, ranks, split = trainer.run, trainer.ranks, trainer.split
+    select, seed = run.setup.validation.select, run.setup.seed
+    rank = None if trainer.valid is None else trainer.ranked
+    model, closed, trend = run.model, None, None
+    if selection is not None:
+        closed, trend = selection.closed_form, selection.trend
+    if run.closed_form:
+        pairs = split.train.positives().to(trainer.device)
+        model, closed = add_closed_form(model, pairs, run.closed_form, closed, rank, select, seed, ranks)
+    if run.trend:
+        tau = float(run.temperature(torch.zeros(1, dtype=torch.long, device=trainer.device)))
+        model, trend = add_trend(model, split, tau, trend, rank, select, ranks)
     if model is run.model:
-        return run, choice
+        return run, closed, trend
     state, folder = trainer.state, trainer.folder
-    if valid is not None:
+    if rank is not None:
         record = state.history[state.best_epoch - 1]
-        record |= {"towers": record[select]} | trainer.ranked(model).metrics
+        record |= {"towers": record[select]} | rank(model).metrics
+    count(model, split.joined().train)
     if folder is not None and ranks.rank == 0:
         trainer.checkpoints.write_model(model, state.best_epoch)
         trainer.checkpoints.write_metrics(state.history)
-    return replace(run, model=model), choice
+    return replace(run, model=model), closed, trend
 
 
 def _builder(
@@ -376,6 +388,7 @@ def _finished(
         partial(load, folder, model),
         best_is_last=result["best_is_last"],
         closed_form=ClosedFormChoice(**result["closed_form"]) if "closed_form" in result else None,
+        trend=TrendChoice(**result["trend"]) if "trend" in result else None,
     )
 
 

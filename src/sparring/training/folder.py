@@ -67,6 +67,7 @@ from sparring.models.low_rank_ease import LowRankEase
 from sparring.models.named import TABLES, Model
 from sparring.models.retriever import Retriever
 from sparring.models.text import TextTower
+from sparring.models.trend import Trend
 from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe, source_digest
 from sparring.recipes.run import OWN, Run, build_towers
@@ -497,8 +498,10 @@ def read_run(
         built, past = own, _read_past(listed, meta, len(ids.query_ids), len(ids.item_ids))
         if past is not None:  # its towers were built with other histories
             built.remember(past)
-    if f"{checkpoint.CLOSED}gains" in tensors and built.closed_form is None:
-        built = built.with_closed_form(LowRankEase.empty(built.n_items, len(tensors[f"{checkpoint.CLOSED}gains"])))
+    if "closed_form.gains" in tensors and built.closed_form is None:
+        built = built.with_closed_form(LowRankEase.empty(built.n_items, len(tensors["closed_form.gains"])))
+    if "trend.shift" in tensors and built.trend is None:
+        built = built.with_trend(Trend(built.n_items))
     try:
         files.load_tensors(built, tensors, path)
     except UserError as error:

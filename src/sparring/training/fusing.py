@@ -22,11 +22,11 @@ from sparring.core.errors import UserError
 from sparring.core.list_fusion import Pool, query_weights
 from sparring.core.locks import LOCK
 from sparring.core.types import ALONE
-from sparring.data.histories import past_of
 from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.metrics import parse
 from sparring.evaluation.ranking import Evaluation, evaluate, evaluate_lists
 from sparring.models.named import Model
+from sparring.models.trend import know
 from sparring.recipes.finding import Recipe
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
@@ -118,9 +118,9 @@ def fuse(
 
 
 def _remember(model: Sources, split: Split, part: str) -> None:
-    """Let the sources that read histories know what came before a part, and no more."""
-    if model.past_readers():
-        model.remember(past_of(split, part))
+    """Let the sources know what came before a part, and no more."""
+    for source in model.sources:
+        know(source.model, split, part)
 
 
 def _tested(model: Sources, split: Split, k: Sequence[int]) -> tuple[Evaluation | None, dict[str, Evaluation]]:

@@ -100,6 +100,8 @@ def _graph(model: Retriever, side: str) -> Graph:
     if model.item_bias is not None:
         if side == "item":
             last = _tower(graph, model.item_bias, ids)
+            if model.trend is not None:
+                last = graph.node("Add", last, graph.node("Gather", graph.table(model.trend.shift.unsqueeze(1)), ids))
         else:
             first = graph.node("Slice", vectors, *(graph.constant(np.array([at])) for at in (0, 1, 1)))
             last = graph.node(
