@@ -113,9 +113,9 @@ def gbce(n_items: int, calibration: float = 0.75, drawn: int | None = None) -> L
     estimate the sum over all N items give alpha = 1, plain BCE. The positive's own weight is ignored. If everything in
     the bag is excluded, the positive's part remains.
 
-    b changes no list. Without it vectors that start near 0 first have to take all scores down to about log(beta / n).
-    A network that reads the item vectors does so by one direction that all of them share, and its outputs become the
-    same for all queries. `drawn` is the number of draws of a row.
+    b changes no ranking by given vectors. Without it scores that start near 0 first have to fall to about
+    log(beta / n). A sequence model then gives all queries nearly the same vector, and stays so for thousands of steps.
+    `drawn` is the number of draws of a row.
 
         Term(1.0, Sampled(Uniform(n_items), 256, correction="none"), gbce(n_items, drawn=256))
 
