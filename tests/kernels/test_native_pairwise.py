@@ -88,7 +88,8 @@ def looped(
         if penalty.kind == "gbce":
             alpha = min(1.0, len(scores) / (penalty.n_items - 1))
             beta = 1 - penalty.parameter * (1 - alpha)
-            parts = [beta * torch.log1p((-own).exp()), *(torch.log1p(s.exp()) for s in scores)]
+            shifted = [s + penalty.offset for s in scores]
+            parts = [beta * torch.log1p((-own - penalty.offset).exp()), *(torch.log1p(s.exp()) for s in shifted)]
             losses.append(torch.stack(parts).sum() / (1 + len(scores)))
         elif not scores:
             losses.append(0 * own)
@@ -100,7 +101,15 @@ def looped(
     return losses
 
 
-@pytest.mark.parametrize("penalty", [Penalty("logistic"), Penalty("hinge", 0.3), Penalty("gbce", 0.75, N_ITEMS)])
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        Penalty("logistic"),
+        Penalty("hinge", 0.3),
+        Penalty("gbce", 0.75, N_ITEMS),
+        Penalty("gbce", 0.75, N_ITEMS, -1.5),
+    ],
+)
 @pytest.mark.parametrize(("n", "kept"), [(1, None), (3, None), (5, 2)])
 @pytest.mark.parametrize("exclude", ["none", "positive", "known"])
 @pytest.mark.parametrize(("kind", "d"), [("adagrad", 64), ("adagrad", 5), ("adam", 37), ("adam of steps", 64)])
@@ -291,6 +300,7 @@ RUNS: dict[str, dict[str, object]] = {
     "dns": {"n": 8},
     "dns k": {"n": 8, "k": 3, "exclude": "none", "optimizer": "row-adagrad"},
     "gbce": {"n": 5, "per_query": True, "optimizer": "row-adam", "lr": 0.02},
+    "gbce published": {"n": 5, "per_query": True, "optimizer": "row-adam", "lr": 0.02, "offset": False},
 }
 
 
@@ -353,6 +363,7 @@ def test_losses_of_the_native_step() -> None:
     assert penalty_of(bpr) == Penalty("logistic")
     assert penalty_of(made) == Penalty("hinge", 0.2)
     assert penalty_of(gbce(30, 0.5)) == Penalty("gbce", 0.5, 30)
+    assert penalty_of(gbce(30, 1.0, 2)) == Penalty("gbce", 1.0, 30, pytest.approx(math.log(1 / 29)))
     assert penalty_of(wrapped) is None
     assert penalty_of(doubled) is None
     assert penalty_of(torch.nn.Identity()) is None

@@ -123,15 +123,15 @@ def ccl_formula(margin: float, weight: float) -> Formula:
     return formula
 
 
-def gbce_formula(n_items: int, t: float) -> Formula:
-    """The paper's beta, written as it stands there; the positive's weight is ignored."""
+def gbce_formula(n_items: int, t: float, b: float = 0.0) -> Formula:
+    """The paper's beta, written as it stands there, and scores plus b; the positive's weight is ignored."""
 
     def formula(row: int, own: Tensor, log_w: float, tau: float, found: Pairs) -> Tensor:
         n = sum(w for _, w in found)
         alpha = min(n / (n_items - 1), 1.0)
         beta = alpha * (t * (1 - 1 / alpha) + 1 / alpha)
-        negatives = total(found, lambda s: torch.log(1 - torch.sigmoid(s / tau)))
-        return -(beta * torch.log(torch.sigmoid(own / tau)) + negatives) / (1 + n)
+        negatives = total(found, lambda s: torch.log(1 - torch.sigmoid(s / tau + b)))
+        return -(beta * torch.log(torch.sigmoid(own / tau + b)) + negatives) / (1 + n)
 
     return formula
 
@@ -148,6 +148,8 @@ FORMULAS: dict[str, tuple[Loss, Formula]] = {
     "BCE, the positive's part times beta, t = 0.75": (gbce(40, 0.75), gbce_formula(40, 0.75)),
     "BCE, the positive's part times beta, t = 1": (gbce(40, 1.0), gbce_formula(40, 1.0)),
     "BCE": (gbce(40, 0.0), gbce_formula(40, 0.0)),
+    "BCE and the best constant, t = 1": (gbce(40, 1.0, 13), gbce_formula(40, 1.0, -math.log(39))),
+    "BCE and the best constant, t = 0": (gbce(40, 0.0, 13), gbce_formula(40, 0.0, -math.log(13))),
 }
 
 
@@ -410,6 +412,7 @@ def test_what_is_refused() -> None:
         lambda: ccl(weight=-1.0),
         lambda: gbce(1),
         lambda: gbce(9, calibration=1.5),
+        lambda: gbce(9, drawn=0),
         lambda: SLatK(3, k=0),
         lambda: SLatK(3, k=20, n=10),
         lambda: SLatK(3, every=0),

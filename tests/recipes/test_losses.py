@@ -6,11 +6,14 @@ import math
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from torch import Tensor
 
 from sparring.data.interactions import Interactions, Split
+from sparring.data.reading import read
+from sparring.data.splits import split
 from sparring.losses import AdaTau, SLatK
 from sparring.recipes import RECIPES
 from sparring.recipes.run import Run
@@ -108,16 +111,46 @@ def test_ccl(parts: Split, exclude: str) -> None:
     check(found, 1 - own + 7 * ((others - 0.2).clamp(min=0) * counts).sum(1) / counts.sum(1))
 
 
+@pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("per_query", [False, True])
-def test_gbce(parts: Split, per_query: bool) -> None:
-    """-(beta log sigmoid(f_+) + sum_j log(1 - sigmoid(f_j))) / (1 + n), with the n of each row that count."""
-    settings = {**TINY, "score": "cosine", "tau": 0.3, "calibration": 0.6, "per_query": per_query}
+def test_gbce(parts: Split, per_query: bool, offset: bool) -> None:
+    """-(beta log sigmoid(f_+ + b) + sum_j log(1 - sigmoid(f_j + b))) / (1 + n), with the n of each row that count.
+
+    b is 0 without the offset, and else the constant at which the loss of a row with all its draws is least.
+    """
+    settings = {**TINY, "score": "cosine", "tau": 0.3, "calibration": 0.6, "per_query": per_query, "offset": offset}
     found, own, others, counts, _ = one_step(parts.train, build("gbce", parts.train, settings))
     n = counts.sum(1)
     alpha = (n / (parts.train.n_items - 1)).clamp(max=1)
     beta = alpha * (0.6 * (1 - 1 / alpha) + 1 / alpha)
-    negatives = (torch.log(1 - torch.sigmoid(others / 0.3)) * counts).sum(1)
-    check(found, -(beta * torch.log(torch.sigmoid(own / 0.3)) + negatives) / (1 + n))
+    grid = torch.linspace(-12, 4, 160_001, dtype=torch.float64)
+    share = 1 - 0.6 * (1 - min(1.0, N_DRAWN / (parts.train.n_items - 1)))
+    losses = -(share * torch.log(torch.sigmoid(grid)) + N_DRAWN * torch.log(torch.sigmoid(-grid)))
+    b = float(grid[losses.argmin()]) if offset else 0.0
+    negatives = (torch.log(1 - torch.sigmoid(others / 0.3 + b)) * counts).sum(1)
+    check(found, -(beta * torch.log(torch.sigmoid(own / 0.3 + b)) + negatives) / (1 + n))
+
+
+def test_gbce_learns_orders() -> None:
+    """A sequence model under gBCE learns that each of 200 items is followed by the next. As published, without an
+    offset, it gives all queries nearly the same vector."""
+    first, length = np.random.default_rng(0).integers(200, size=150), np.arange(12)
+    columns = np.arange(150).repeat(12), (first[:, None] + length).ravel() % 200, np.tile(length, 150)
+    steps = split(read(pl.DataFrame(dict(zip(("query", "item", "time"), columns, strict=True)))), "leave-last-out")
+    settings = {"dim": 16, "epochs": 12, "batch_size": 128, "lr": 0.005, "score": "dot", "tau": 1.0, "n": 64}
+    learned, spread = [], []
+    for given in ({}, {"offset": False}):
+        run = build("gbce", steps.train, {**settings, **given, "patience": None}, model="sasrec")
+        fitted = fit(run, steps, k=(10,), device="cpu", metrics=("ndcg",))
+        assert fitted.test is not None
+        learned.append(fitted.test.metrics["ndcg@10"])
+        with torch.no_grad():
+            vectors = run.model.eval().query_vectors(torch.arange(steps.train.n_queries))
+        spread.append(float((vectors - vectors.mean(0)).square().sum() / vectors.square().sum()))
+    assert learned[0] > 0.6
+    assert learned[1] < 0.1
+    assert spread[0] > 0.5
+    assert spread[1] < 0.05
 
 
 def test_slatk(parts: Split) -> None:

@@ -100,34 +100,46 @@ def ccl(margin: float = 0.9, weight: float = 150.0) -> Loss:
     return ccl
 
 
-def gbce(n_items: int, calibration: float = 0.75) -> Loss:
+def gbce(n_items: int, calibration: float = 0.75, drawn: int | None = None) -> Loss:
     """Binary cross-entropy whose positive counts less the fewer items are drawn (gBCE, generalised BCE).
 
-        loss_i = -(beta_i log sigmoid(s_i+) + sum_j w_ij log(1 - sigmoid(s_ij))) / (1 + n_i),   s = q . e / tau
+        loss_i = -(beta_i log sigmoid(s_i+) + sum_j w_ij log(1 - sigmoid(s_ij))) / (1 + n_i),   s = q . e / tau + b
         beta_i = alpha_i (t (1 - 1 / alpha_i) + 1 / alpha_i) = 1 - t (1 - alpha_i),   n_i = sum_j w_ij
         alpha_i = n_i / (N - 1), at most 1: the sampling rate
+        b = 0, as published; with `drawn`, the best score of a constant: log(beta / drawn), beta at n_i = drawn
 
     Plain BCE against a few negatives overestimates probabilities. With calibration t = 1 a model that fits has
     calibrated ones; t = 0 is plain BCE; the authors use 0.75. A weight w counts a candidate w times, so weights that
     estimate the sum over all N items give alpha = 1, plain BCE. The positive's own weight is ignored. If everything in
     the bag is excluded, the positive's part remains.
 
-        Term(1.0, Sampled(Uniform(n_items), 256, correction="none"), gbce(n_items))
+    b changes no ranking by given vectors. Without it scores that start near 0 first have to fall to about
+    log(beta / n). A sequence model then gives all queries nearly the same vector, and stays so for thousands of steps.
+    `drawn` is the number of draws of a row.
+
+        Term(1.0, Sampled(Uniform(n_items), 256, correction="none"), gbce(n_items, drawn=256))
 
     Petrov and Macdonald, gSASRec: Reducing Overconfidence in Sequential Recommendation Trained with Negative Sampling,
-    RecSys 2023.
+    RecSys 2023. The constant is as in Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, who learn
+    theirs, from -10.
     """
     if n_items < 2:
         raise ValueError(f"gBCE needs at least two items, got {n_items}")
+    if drawn is not None and drawn < 1:
+        raise ValueError(f"gBCE needs at least one draw, got {drawn}")
     if not 0 <= calibration <= 1:
         raise ValueError(f"the calibration of gBCE must be between 0 and 1, got {calibration}")
 
-    def gbce(step: Step, bag: Bag) -> Tensor:
-        total, mass = _sums(step.scaled, bag, F.softplus)
-        beta = 1 - calibration * (1 - (mass / (n_items - 1)).clamp(max=1.0))
-        return (beta * F.softplus(-step.positive_logits) + total) / (1 + mass)
+    offset = 0.0
+    if drawn is not None:
+        offset = math.log((1 - calibration * (1 - min(1.0, drawn / (n_items - 1)))) / drawn)
 
-    _penalties[gbce] = Penalty("gbce", calibration, n_items)
+    def gbce(step: Step, bag: Bag) -> Tensor:
+        total, mass = _sums(step.scaled, bag, lambda scores: F.softplus(scores + offset))
+        beta = 1 - calibration * (1 - (mass / (n_items - 1)).clamp(max=1.0))
+        return (beta * F.softplus(-(step.positive_logits + offset)) + total) / (1 + mass)
+
+    _penalties[gbce] = Penalty("gbce", calibration, n_items, offset)
     return gbce
 
 

@@ -163,6 +163,7 @@ def gbce(
     *,
     n: UniformDraws = 256,
     calibration: Annotated[float, Range(0.0, 1.0), "0 is plain cross-entropy, 1 gives calibrated scores"] = 0.75,
+    offset: Annotated[bool, "add the best constant score to all scores in the loss; the paper does not"] = True,
     per_query: PerQuery = False,
     exclude: Excluded = "positive",
 ) -> Run:
@@ -170,7 +171,8 @@ def gbce(
 
     Petrov and Macdonald, gSASRec: Reducing Overconfidence in Sequential Recommendation, RecSys 2023.
     """
-    return compose(data, setup, _against_uniform(data, n, per_query, exclude, gbce_loss(data.n_items, calibration)))
+    loss = gbce_loss(data.n_items, calibration, n if offset else None)
+    return compose(data, setup, _against_uniform(data, n, per_query, exclude, loss))
 
 
 def _against_uniform(data: Interactions, n: int, per_query: bool, exclude: ExcludeKind, loss: Loss) -> Term:

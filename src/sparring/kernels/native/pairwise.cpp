@@ -2,7 +2,7 @@
 //
 //     logistic, hinge:  loss_i = mean_j f(s_ij - s_i+),  s = q . e / tau,  f(x) = log(1 + exp(x)) or max(0, margin + x)
 //     gBCE:             loss_i = (beta_i f(-s_i+) + sum_j f(s_ij)) / (1 + n_i),  f(x) = log(1 + exp(x))
-//                       beta_i = 1 - calibration (1 - min(1, n_i / (N - 1)))
+//                       beta_i = 1 - calibration (1 - min(1, n_i / (N - 1))),  s = q . e / tau + offset
 //
 // j runs over the negatives of query i, or over the hardest of them; n_i are those that are not excluded, and an
 // excluded one has a gradient of 0. Gradients are those of sum_i scale_i loss_i by the tables before the step.
@@ -45,7 +45,7 @@ struct Step {
     float *losses;          // (b,)
     int64_t n_pairs, b, n, kept, d;
     int32_t loss, exclude, threads;
-    float sharp, parameter, others;  // 1 / tau; the margin, or the calibration; N - 1
+    float sharp, parameter, others, offset;  // 1 / tau; the margin, or the calibration; N - 1; of the scores of gBCE
 
     bool large() const { return b * (1 + n) * d >= 1 << 18; }  // enough for several threads
 };
@@ -246,12 +246,12 @@ void take(const Step &step, const Ids &ids) {
                     }
                     float *mine = x.data() + (at - from) * each;
                     int32_t *met = touched.get() + i * each;
-                    mine[0] = gbce ? -own : NEVER;
+                    mine[0] = gbce ? -(own + step.offset) : NEVER;
                     met[0] = ids.item[i];
                     if (kept < n) hardest(scores, chosen, kept);
                     for (int64_t j = 0; j < kept; j++) {
                         const int64_t which = kept < n ? chosen[j] : j;
-                        mine[1 + j] = scores[which] - (gbce ? 0.0f : own);
+                        mine[1 + j] = scores[which] + (gbce ? step.offset : -own);
                         met[1 + j] = int32_t(negative[which]);
                     }
                     counts[at - from] = float(std::min(left, kept));

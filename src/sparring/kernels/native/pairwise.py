@@ -21,11 +21,15 @@ _NAME = "pairwise", "p"
 
 @dataclass(frozen=True)
 class Penalty:
-    """A pairwise loss; `parameter` is the margin of the hinge, or the calibration of gBCE over `n_items`."""
+    """A pairwise loss; `parameter` is the margin of the hinge, or the calibration of gBCE over `n_items`.
+
+    `offset` is added to the scores of gBCE.
+    """
 
     kind: Kind
     parameter: float = 0.0
     n_items: int = 0
+    offset: float = 0.0
 
 
 class _Step(ctypes.Structure):  # `Step` in pairwise.cpp
@@ -36,7 +40,7 @@ class _Step(ctypes.Structure):  # `Step` in pairwise.cpp
         *((name, ctypes.c_void_p) for name in ("start", "known", "marks", "scale", "losses")),
         *((name, ctypes.c_int64) for name in ("n_pairs", "b", "n", "kept", "d")),
         *((name, ctypes.c_int32) for name in ("loss", "exclude", "threads")),
-        *((name, ctypes.c_float) for name in ("sharp", "parameter", "others")),
+        *((name, ctypes.c_float) for name in ("sharp", "parameter", "others", "offset")),
     ]
 
 
@@ -95,7 +99,7 @@ def pairwise(
         *(scale.data_ptr(), losses.data_ptr()),
         *(len(columns[0]), b, n, n if kept is None else min(kept, n), queries.columns),
         *(_KINDS.index(penalty.kind), _EXCLUDED.index(exclude), threads or torch.get_num_threads()),
-        *(1 / tau, penalty.parameter, penalty.n_items - 1),
+        *(1 / tau, penalty.parameter, penalty.n_items - 1, penalty.offset),
     )
     if kernel(ctypes.byref(step)):
         raise IndexError(f"an id is not a row of its table: {queries.rows} queries, {items.rows} items")
