@@ -27,7 +27,7 @@ from sparring.models.histories import HistoryTower
 from sparring.models.low_rank_ease import LowRankEase
 from sparring.models.parts import Categories, Concat, Dense, Perceptron, Sum, Tags
 from sparring.models.retriever import NORM_EPS, Retriever
-from sparring.models.towers import IdTower
+from sparring.models.towers import IdTower, count_of
 from sparring.training.trained import Trained
 
 _OPSET, _VERSION = 18, 10  # operators and file format; ONNX Runtime 1.19 and later read them
@@ -235,7 +235,8 @@ def _sample(model: Retriever, side: str) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(tower, HistoryTower):
             given = _histories(tower)
             return given.numpy(), model.encode_histories(given).float().numpy()
-        n = model.n_items if side == "item" else int(getattr(tower, "n", None) or getattr(tower, "num_embeddings"))  # noqa: B009
+        n = model.n_items if side == "item" else count_of(tower)
+        assert n is not None
         ids = torch.from_numpy(np.unique(np.linspace(0, n - 1, min(n, _CHECKED)).astype(np.int64)))
         encode = model.encode_items if side == "item" else model.encode_queries
         return ids.numpy(), encode(ids).float().numpy()
