@@ -389,6 +389,7 @@ def test_a_composed_model_trains_and_is_read_again(parts: Split, tmp_path: Path)
         (nn.Linear(2, 2), Setup(), "Retriever"),
         (Retriever(IdTower(3, 4), IdTower(n_items, 4)), Setup(), "3 queries"),
         (Retriever(IdTower(n_queries, 4), IdTower(5, 4)), Setup(), "5 items"),
+        (Retriever(IdTower(n_queries, 4), nn.Sequential(IdTower(n_items, 4)), n_items=7), Setup(), "7 items"),
         (made(), Setup.of(model_name="history"), "history"),
     )
     for other, setup, word in wrong:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -150,6 +151,22 @@ def test_towers_that_cannot_be_written_are_named(trained: dict[str, Trained], tm
     assert "query" in unsupported[0]
     with pytest.raises(UserError, match="query tower"):
         write_onnx(dataclasses.replace(run, model=type(run.model)(Own(), Own())), tmp_path / "none")
+
+
+def test_a_file_runs_on_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of at most so many rows, joined in order; no row gives no vector."""
+    runtime, sizes = pytest.importorskip("onnxruntime"), list[int]()
+
+    def run(_: None, given: dict[str, np.ndarray]) -> list[np.ndarray]:
+        sizes.append(len(given["ids"]))
+        return [2.0 * given["ids"][:, None]]
+
+    session = SimpleNamespace(get_inputs=lambda: [SimpleNamespace(name="ids")], run=run)
+    monkeypatch.setattr(runtime, "InferenceSession", lambda *_, **__: session)
+    monkeypatch.setattr(towers, "_ROWS", 3)
+    assert towers.run_onnx(Path("any.onnx"), np.arange(8)).tolist() == [[2.0 * n] for n in range(8)]
+    assert max(sizes) <= 3
+    assert towers.run_onnx(Path("any.onnx"), np.arange(0)).shape == (0, 1)
 
 
 def test_export_command(trained: dict[str, Trained], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from sparring.core.errors import UserError
 from sparring.core.types import Positives
 from sparring.data import Split
 from sparring.data.synthetic_world import make_world
+from sparring.data.table import from_frame
 from sparring.evaluation import evaluate
 from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
@@ -215,6 +217,20 @@ def test_a_run_is_saved_loaded_and_resumed_with_it(parts: Split, tmp_path: Path)
     assert (folder / "model.safetensors").read_bytes() == before
     assert resumed.test is not None
     assert resumed.test.metrics == fitted.test.metrics
+
+
+def test_queries_of_one_item_leave_no_weights() -> None:
+    """Where no query has two training items EASE is diagonal: with few weights it scores nothing, and is not taken."""
+    items = np.random.default_rng(0).permuted(np.tile(np.arange(40), (150, 1)), axis=1)[:, :3]
+    frame = {"user": np.arange(150).repeat(3), "item": items.flatten(), "time": np.tile(np.arange(3), 150)}
+    alone = split(from_frame(pl.DataFrame(frame)), "leave-last-out")
+    assert np.bincount(alone.train.queries).max() == 1
+    form = thinned_ease(alone.train.positives(), alone.train.n_items, 8)
+    assert not form.gains.any()
+    assert torch.isfinite(form.items(torch.arange(40))).all()
+    fitted = fit(made(alone), alone, k=(10,), device="cpu")
+    assert fitted.closed_form is not None
+    assert fitted.closed_form.neighbours is None
 
 
 def test_a_refit_keeps_the_choice(parts: Split) -> None:

@@ -17,7 +17,8 @@ def sparse_product(columns: Tensor, start: Tensor, value: Tensor, dense: Tensor)
 def orthonormal_basis(tall: Tensor, passes: int = 1, floor: float = 1e-10) -> Tensor:
     """An orthonormal basis of the columns, from their Gram matrix: many times faster than QR for a million rows.
 
-    A second pass corrects the rounding of the first. Directions with a relative eigenvalue below `floor` are damped.
+    A second pass corrects the rounding of the first. Directions with a relative eigenvalue below `floor` are damped;
+    those of a zero matrix are zero.
     """
     for _ in range(passes):
         gram = torch.zeros((), dtype=torch.float64, device=tall.device)
@@ -25,7 +26,8 @@ def orthonormal_basis(tall: Tensor, passes: int = 1, floor: float = 1e-10) -> Te
             exact = rows.double()
             gram = gram + exact.T @ exact
         square, turn = torch.linalg.eigh(gram)
-        tall = tall @ (turn / square.clamp(min=floor * float(square[-1])).sqrt()).float()
+        least = max(floor * float(square[-1]), torch.finfo(torch.float32).tiny)
+        tall = tall @ (turn / square.clamp(min=least).sqrt()).float()
     return tall
 
 

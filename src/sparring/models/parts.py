@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from sparring.core.errors import UserError
 from sparring.data.features import Features, TagColumn
 from sparring.data.histories import Context
-from sparring.models.towers import HistoryReader, IdTower, width_of
+from sparring.models.towers import HistoryReader, IdTower, count_of, width_of
 
 
 class Categories(nn.Module):
@@ -256,10 +256,10 @@ def _size(parts: Sequence[nn.Module]) -> int:
     """The number of ids of parts, which must agree."""
     if not parts:
         raise UserError("give at least one part")
-    sizes = [getattr(part, "n", None) or getattr(part, "num_embeddings", None) for part in parts]
+    sizes = [count_of(part) for part in parts]
     if None in sizes:
         kind = type(parts[sizes.index(None)]).__name__
         raise UserError(f"the part {kind} has no attribute n, its number of ids: set it")
     if len(set(sizes)) > 1:
         raise UserError(f"parts of {', '.join(f'{size:,}' for size in sizes)} ids do not fit together")
-    return int(sizes[0])  # type: ignore[arg-type]
+    return sizes[0]  # type: ignore[return-value]

@@ -27,6 +27,7 @@ from sparring.models.named import TABLES, Model
 from sparring.models.retriever import Retriever
 from sparring.models.settings import ModelSettings
 from sparring.models.spectral_start import start_from
+from sparring.models.towers import count_of
 from sparring.negatives import Negatives
 from sparring.recipes.setup import SOLVED, SWEPT, ClassifierSettings, Setup, check, check_sharded, parse_options
 
@@ -163,11 +164,14 @@ def _own_model(model: object, data: Interactions, setup: Setup) -> Retriever:
 
 
 def _check_ids(model: Retriever, n_queries: int, n_items: int) -> None:
-    """Refuse towers of more or fewer ids than the data has."""
-    sizes = ("queries", model.query, n_queries), ("items", model.item, n_items)
-    for ids, tower, n in sizes:
-        found = getattr(tower, "n", None) or getattr(tower, "num_embeddings", n)
-        if found != n:
+    """Refuse a model of more or fewer ids than the data has, as its towers say; a tower need not."""
+    queries, items = ("queries", n_queries), ("items", n_items)
+    for (ids, n), found in (
+        (queries, count_of(model.query)),
+        (items, count_of(model.item)),
+        (items, model.n_items),  # given to a Retriever whose item tower does not say
+    ):
+        if found not in (None, n):
             raise UserError(f"the model has {found:,} {ids} and the data {n:,}: they must agree")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparring.data.histories import Before, Context, SequenceBatches, Windows
 from sparring.models.histories import past_readers, reading
-from sparring.models.towers import HistoryReader
+from sparring.models.towers import HistoryReader, count_of
 
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (5,), (2, 3), (2, 1, 2))
 
@@ -189,6 +189,6 @@ class TowersContract:
 
 def _count(tower: nn.Module) -> int:
     """The number of ids of a tower."""
-    n = getattr(tower, "n", None) or getattr(tower, "num_embeddings", None)
+    n = count_of(tower)
     assert n is not None, f"{type(tower).__name__} has no attribute n, its number of ids"
-    return int(n)
+    return n

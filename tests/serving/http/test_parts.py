@@ -84,16 +84,24 @@ def test_items_of_a_list_are_the_json_of_id_and_title(titles: list[str | None], 
     check()
 
 
-def test_titles_that_are_numbers_are_texts() -> None:
+@pytest.mark.parametrize(
+    ("column", "texts"),
+    [
+        (pl.Series([5.95, None, 7.5], dtype=pl.Float32), ["5.95", None, "7.5"]),
+        (pl.Series([["red", None, "hat"], None, ["shoe"]]), ["red, hat", None, "shoe"]),
+        (pl.Series([[1, 2], None, [3, 4]], dtype=pl.Array(pl.Int64, 2)), ["1, 2", None, "3, 4"]),
+    ],
+)
+def test_titles_of_any_type_are_texts(column: pl.Series, texts: list[str | None]) -> None:
     """Of the run and of an item whose other columns were changed, in a list and by themselves."""
-    table = pl.DataFrame({"title": pl.Series([5.95, None, 7.5], dtype=pl.Float32), "price": [1, 2, 3]})
+    table = pl.DataFrame({"title": column, "price": [1, 2, 3]})
     items = Catalogue(Ids(Vocabulary([]), Vocabulary(["a", "b", "c"]), item_table=table))
     for row in range(-1, 3):
         if row >= 0:
             items.put("abc"[row], {"price": 4})
-        assert items.values(np.arange(3), "title") == ["5.95", None, "7.5"]
+        assert items.values(np.arange(3), "title") == texts
         parts = b"".join(part + b"0" for part in items.listed(np.arange(3)))
-        assert [item["title"] for item in json.loads(b"[" + parts[2:] + b"}]")] == ["5.95", None, "7.5"]
+        assert [item["title"] for item in json.loads(b"[" + parts[2:] + b"}]")] == texts
 
 
 def test_the_store_keeps_the_last_word_on_every_item(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-// Ids of some rows; a list of ids by hash: how many are distinct, and where given ids occur. See ids.py for the torch form.
+// Ids of some rows; a list of ids by hash: how many are distinct, and where given ids occur. ids.py has the torch form.
 
 #include <algorithm>
 #include <cstddef>

@@ -12,7 +12,7 @@ package onnxscript.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from sparring.models.histories import HistoryTower
 from sparring.models.low_rank_ease import LowRankEase
 from sparring.models.parts import Categories, Concat, Dense, Perceptron, Sum, Tags
 from sparring.models.retriever import NORM_EPS, Retriever
-from sparring.models.towers import IdTower
+from sparring.models.towers import IdTower, count_of
 from sparring.training.trained import Trained
 
 _OPSET, _VERSION = 18, 10  # operators and file format; ONNX Runtime 1.19 and later read them
 _LIMIT = 2_000_000_000  # bytes: the maximum size of an ONNX file
 _CHECKED = 1000  # ids that are verified
+_ROWS = 64  # of them at once: a file gathers the vectors of all items of its histories
 _TOLERANCE = 1e-5
 
 
@@ -220,14 +221,14 @@ def _write(graph: Graph, trained: Trained, side: str, path: Path) -> None:
 
 
 def run_onnx(path: Path, ids: np.ndarray) -> np.ndarray:
-    """Vectors (B, D) of an ONNX tower for dense ids (B,) or histories (B, L)."""
+    """Vectors (B, D) of an ONNX tower for dense ids (B,) or histories (B, L), some rows at a time."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    outputs: Sequence[Any] = session.run(None, {session.get_inputs()[0].name: ids})
-    return np.asarray(outputs[0])
+    name, blocks = session.get_inputs()[0].name, np.array_split(ids, max(1, math.ceil(len(ids) / _ROWS)))
+    return np.concatenate([session.run(None, {name: block})[0] for block in blocks])
 
 
 def _sample(model: Retriever, side: str) -> tuple[np.ndarray, np.ndarray]:
@@ -237,7 +238,8 @@ def _sample(model: Retriever, side: str) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(tower, HistoryTower):
             given = _histories(tower)
             return given.numpy(), model.encode_histories(given).float().numpy()
-        n = model.n_items if side == "item" else int(getattr(tower, "n", None) or getattr(tower, "num_embeddings"))  # noqa: B009
+        n = model.n_items if side == "item" else count_of(tower)
+        assert n is not None
         ids = torch.from_numpy(np.unique(np.linspace(0, n - 1, min(n, _CHECKED)).astype(np.int64)))
         encode = model.encode_items if side == "item" else model.encode_queries
         return ids.numpy(), encode(ids).float().numpy()

@@ -96,7 +96,7 @@ class Catalogue:
         self.table = ids.item_table
         self.schema: dict[str, Any] = dict(self.table.schema) if self.table is not None else {}
         titled = self.table is not None and "title" in self.schema
-        self.titles = self.table["title"].cast(pl.String) if self.table is not None and titled else None
+        self.titles = _texts(self.table["title"]) if self.table is not None and titled else None
         self.schema.setdefault("title", pl.String)
         self._listed, self._starts = self._write_all()  # one text: an object per item would take twice the memory
         self._relisted: dict[int, bytes] = {}  # the same of changed and added items
@@ -270,10 +270,17 @@ class Catalogue:
         return np.packbits(mask)
 
 
+def _texts(column: pl.Series) -> pl.Series:
+    """A column as texts: the values of a list with commas between them."""
+    if isinstance(column.dtype, pl.List | pl.Array):
+        return column.cast(pl.List(pl.String)).list.join(", ", ignore_nulls=True)
+    return column.cast(pl.String)
+
+
 def _title(row: Mapping[str, Any]) -> str | None:
     """The title of a changed item as a text, as `titles` has those of the run."""
-    title = row.get("title")
-    return title if title is None or isinstance(title, str) else str(pl.Series([title]).cast(pl.String)[0])
+    text: str | None = _texts(pl.Series([row.get("title")]))[0]
+    return text
 
 
 def _listed(item: int | str, title: str | None) -> bytes:
