@@ -391,7 +391,7 @@ def _train_one(say: Say, folder: Path, data: Dataset, method: Method, seed: int,
         on_gpu = device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else memory_usage.peak_bytes() - before
         number, setup = record["epoch"], built.setup
-        measured = number in (1, setup.training.epochs) or number % setup.validation.eval_every == 0
+        measured = number in (1, setup.training.epochs_on(device.type)) or number % setup.validation.eval_every == 0
         if training.curve and measured:
             record |= _test_metrics(built, split, data.cutoffs[0], training.curve)  # for metrics.jsonl
         say(record)

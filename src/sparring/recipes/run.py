@@ -86,7 +86,6 @@ class Run:
     batches: RandomBatches | None = None  # a sampler of batches in place of random ones
     solver: Solver | None = None
     closed_form: int = 0  # dimensions of a closed form beside the trained towers (training/closed_form.py)
-    cpu_epochs: int | None = None  # on a CPU, in place of the setup's
 
     @property
     def classifiers(self) -> ClassifierSettings | None:
