@@ -25,6 +25,7 @@ from typing import Any
 
 from sparring.core import files
 from sparring.core.errors import UserError, first_line
+from sparring.core.extras import optional
 from sparring.data.interactions import Split
 from sparring.experiments.search_space import OneOf, Range, first_trials, in_unit, space, space_filling
 from sparring.recipes.finding import Recipe, named
@@ -214,10 +215,7 @@ def _distribution(optuna: Any, entry: Range | OneOf) -> Any:
 
 def require_optuna() -> Any:
     """Optuna with its log silenced; raises an error that names the extra where it is not installed."""
-    try:
-        import optuna
-    except ImportError:
-        raise UserError('tuning needs Optuna: pip install "sparring[tune]"') from None
+    optuna = optional("optuna", "tune", "tuning")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     return optuna

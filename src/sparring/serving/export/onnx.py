@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.extras import optional
 from sparring.models.histories import HistoryTower
 from sparring.models.low_rank_ease import LowRankEase
 from sparring.models.parts import Categories, Concat, Dense, Perceptron, Sum, Tags
@@ -44,7 +45,8 @@ def write_onnx(trained: Trained, folder: Path) -> tuple[list[Path], list[str]]:
 
         files, unsupported = write_onnx(load("runs/first"), Path("onnx"))
     """
-    require_onnx()
+    for module in ("onnx", "onnxruntime"):
+        optional(module, "onnx", "the format ONNX")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give a folder for the towers")
     model, paths, unsupported = trained.model, [], []
@@ -249,16 +251,6 @@ def _histories(tower: HistoryTower) -> Tensor:
     items = tower.items[at.clamp(min=0)].long() if longest else at
     items = items.masked_fill(at < tower.start[rows].unsqueeze(1), -1)
     return torch.cat([items, torch.full((1, items.shape[1]), -1)])
-
-
-def require_onnx() -> None:
-    """UserError that names the extra if ONNX or its runtime is missing."""
-    try:
-        import onnx
-        import onnxruntime  # noqa: F401
-    except ImportError as error:
-        raise UserError('ONNX files need onnx and onnxruntime: pip install "sparring[onnx]"') from error
-    del onnx
 
 
 class Graph:
