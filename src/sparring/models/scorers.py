@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparring.core import files
 from sparring.core.devices import pick_device
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, one_line
 from sparring.core.extras import optional
 from sparring.data.texts.encoder import check_encoder, own_prompt
 from sparring.data.texts.texts import Role, tokenize
@@ -67,11 +67,11 @@ def pair_scores(name: str, device: str = "auto") -> Callable[[Sequence[tuple[str
     """
     check_encoder(Path(name))
     library = optional("sentence_transformers", "sentence-transformers", f"the model in {name}")
-    try:
+    with one_line(
+        f"cannot load the model in {name}", OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError
+    ):
         safely = {"local_files_only": True, "trust_remote_code": False}
         model = library.CrossEncoder(name, device=str(pick_device(device)), **safely)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
-        raise UserError(f"cannot load the model in {name}: {first_line(error)}") from error
     if model.num_labels != 1:
         raise UserError(f"the cross-encoder in {name} has {model.num_labels} outputs: a guide needs one")
 
