@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparring.core.errors import UserError
-from sparring.core.part import Part
+from sparring.core.part import Part, n_ids
 from sparring.core.sparse_rows import unit_lookup
 from sparring.core.types import ALONE, ItemLayers, Ranks
 from sparring.data.histories import Context, Histories
@@ -57,7 +57,7 @@ class Retriever(nn.Module):
             raise ValueError(
                 f"the query tower has {widths[0]} dimensions and the item tower {widths[1]}: they must be equal"
             )
-        count = n_items or getattr(item, "n", None) or getattr(item, "num_embeddings", None)
+        count = n_items or n_ids(item)
         if count is None:
             raise ValueError(f"the item tower {type(item).__name__} has no attribute n: pass n_items")
         self.n_items, self.width = int(count), widths[0]

@@ -12,7 +12,7 @@ from torch import nn
 
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
-from sparring.core.part import Part
+from sparring.core.part import Part, n_ids
 from sparring.core.ranks import launched
 from sparring.core.types import Positives
 from sparring.data.batches import RandomBatches
@@ -164,7 +164,7 @@ def _check_ids(model: Retriever, n_queries: int, n_items: int) -> None:
     """Refuse towers of more or fewer ids than the data has."""
     sizes = ("queries", model.query, n_queries), ("items", model.item, n_items)
     for ids, tower, n in sizes:
-        found = getattr(tower, "n", None) or getattr(tower, "num_embeddings", n)
+        found = n_ids(tower) or n
         if found != n:
             raise UserError(f"the model has {found:,} {ids} and the data {n:,}: they must agree")
 

@@ -9,6 +9,7 @@ import unittest
 import torch
 from torch import Tensor, nn
 
+from sparring.core.part import n_ids
 from sparring.data.histories import Before, Context, SequenceBatches, Windows
 from sparring.models.histories import past_readers, reading
 from sparring.models.towers import HistoryReader
@@ -189,6 +190,6 @@ class TowersContract:
 
 def _count(tower: nn.Module) -> int:
     """The number of ids of a tower."""
-    n = getattr(tower, "n", None) or getattr(tower, "num_embeddings", None)
+    n = n_ids(tower)
     assert n is not None, f"{type(tower).__name__} has no attribute n, its number of ids"
     return int(n)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.core.extras import optional
+from sparring.core.part import n_ids
 from sparring.models.histories import HistoryTower
 from sparring.models.low_rank_ease import LowRankEase
 from sparring.models.parts import Categories, Concat, Dense, Perceptron, Sum, Tags
@@ -237,7 +238,8 @@ def _sample(model: Retriever, side: str) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(tower, HistoryTower):
             given = _histories(tower)
             return given.numpy(), model.encode_histories(given).float().numpy()
-        n = model.n_items if side == "item" else int(getattr(tower, "n", None) or getattr(tower, "num_embeddings"))  # noqa: B009
+        n = model.n_items if side == "item" else n_ids(tower)
+        assert n is not None
         ids = torch.from_numpy(np.unique(np.linspace(0, n - 1, min(n, _CHECKED)).astype(np.int64)))
         encode = model.encode_items if side == "item" else model.encode_queries
         return ids.numpy(), encode(ids).float().numpy()
