@@ -44,7 +44,7 @@ def cut(trained: Trained) -> np.ndarray:
 def test_an_index_scores_by_the_strongest_neighbours(ease: Trained, parts: Split) -> None:
     """Scores are sums of the kept weights, negative ones too; recall is measured against the whole matrix."""
     found = build_lists(ease, KEPT, k=10, queries=40)
-    model, _ = open_lists(ease.model, ease.folder)
+    model = open_lists(ease.model, ease.folder)
     baskets = np.zeros((parts.train.n_queries, parts.train.n_items))
     baskets[parts.train.queries, parts.train.items] = 1
     n = parts.train.n_queries

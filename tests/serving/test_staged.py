@@ -130,7 +130,7 @@ def test_items_come_go_and_are_replaced(how: str) -> None:
 def test_similar_items_are_those_of_the_towers() -> None:
     fused = made()
     items, knn = items_of(fused), fused.knn.item_vectors().numpy()
-    found = items.similar(knn[:5], 4, [[at] for at in range(5)])[1]
+    found = items.towers.search(knn[:5], 4, [[at] for at in range(5)])[1]
     near = knn[:5] @ knn.T
     assert found.tolist() == [sorted(set(range(ITEMS)) - {at}, key=lambda j: -near[at, j])[:4] for at in range(5)]
 

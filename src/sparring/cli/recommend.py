@@ -118,9 +118,7 @@ def _recommend_all(args: Namespace) -> int:
     )
     index: Searchable | None = None
     if args.index and trained.model.scores_items:
-        if not has_index(args.run):
-            raise UserError(f"{args.run} has no index: build one with `sparring index {args.run}`")
-        trained = replace(trained, model=open_lists(trained.model, args.run)[0])
+        trained = replace(trained, model=open_lists(trained.model, args.run))
     elif args.index:
         trained.item_vectors()  # a fused run has none, and says so
         how = ranking_of(trained, args.ranking)

@@ -335,7 +335,7 @@ def _check_select(select: str, data: Interactions) -> None:
 
 def _advice(fitted: Fitted) -> list[str]:
     """Lines for a run that more epochs may improve, and for one that does worse than a baseline."""
-    epochs = fitted.run.setup.training.epochs
+    epochs = fitted.run.setup.training.epochs_on()
     lines = []
     if fitted.best_is_last:
         lines.append(f"the best epoch is the last: more epochs may do better (--epochs {2 * epochs})")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -56,3 +57,17 @@ def out_of_memory(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, for an error of one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+@contextmanager
+def one_line(what: str, *kinds: type[BaseException], then: str = "") -> Iterator[None]:
+    """Turn errors of these kinds into a UserError of one line: what failed, the reason, and what to do.
+
+    with one_line(f"cannot read {path}", OSError, ValueError): tomllib.loads(path.read_text())
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        raise UserError(f"{what}: {first_line(error)}{then and '; '}{then}") from error

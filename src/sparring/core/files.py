@@ -27,7 +27,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, first_line, one_line
 from sparring.core.memory_usage import machine_bytes
 
 AnyPath = str | os.PathLike[str]
@@ -397,13 +397,12 @@ def read_section(path: AnyPath, name: str) -> tuple[dict[str, Tensor], dict[str,
     path = Path(path)
     if not path.is_file():
         raise UserError(f"no such file: {path}")
-    try:
+    kinds = OSError, ValueError, RecursionError, safetensors.SafetensorError
+    with one_line(f"{path} is not a readable safetensors file", *kinds):
         _check_length(path)
         with safetensors.safe_open(path, "pt") as file:
             found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             meta = _checked(found, file.metadata())
-    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path} is not a readable safetensors file: {first_line(error)}") from error
     tensors = {key: tensor for key, tensor in found.items() if key.startswith(f"{name}.")}
     if not tensors or not isinstance(meta.get(name), dict):
         raise UserError(f"{path} holds no {name}: give a file that `sparring cluster` wrote")

@@ -25,7 +25,7 @@ import xxhash
 from torch import Tensor
 
 from sparring.core import files
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, first_line, one_line
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -145,12 +145,10 @@ def read_manifest(folder: Path, advice: str = "restore it from a copy") -> Manif
     if not path.is_file():
         raise UserError(f"{path} is missing: its writer was killed, or another version wrote the folder; {advice}")
     value = read_sealed(path, advice)
-    try:
+    with one_line(f"{path} is corrupt", KeyError, TypeError, ValueError, AttributeError, then=advice):
         known = value["format"] == FORMAT and value["hash"] == "xxh3_128"
         listed = {str(name): (int(length), str(digest)) for name, (length, digest) in value["files"].items()}
         finished, apart = value["finished"] is True, tuple(map(str, value["apart"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is corrupt: {first_line(error)}; {advice}") from error
     if not known:
         raise UserError(f"{path} was written by another version of Sparring; {advice}")
     for name in listed:
@@ -196,11 +194,9 @@ def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
 def read_sealed(path: Path, advice: str) -> dict[str, Any]:
     """The JSON object of `write_sealed`, without its seal; a file that differs in any byte is an error."""
     text = files.read_text(path, advice)
-    try:
+    with one_line(f"{path} is corrupt", ValueError, TypeError, KeyError, RecursionError, then=advice):
         value = dict(json.loads(text))
         seal = str(value.pop("seal"))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"{path} is corrupt: {first_line(error)}; {advice}") from error
     head, found, tail = text.rpartition(seal)
     if not found or text_hash(head + _BLANK + tail) != seal:
         raise UserError(f"{path} is corrupt: its seal does not fit its text; {advice}")

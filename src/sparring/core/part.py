@@ -56,6 +56,11 @@ def listeners(root: nn.Module, event: Event) -> list[Part]:
     return [cast(Part, module) for module in root.modules() if getattr(type(module), event, default) is not default]
 
 
+def n_ids(tower: nn.Module) -> int | None:
+    """The number of ids of a tower or a part, if it has one: its `n`, or `num_embeddings` of an nn.Embedding."""
+    return getattr(tower, "n", None) or getattr(tower, "num_embeddings", None)
+
+
 class DetailedLoss(Protocol):
     """A loss whose `detailed` also returns by-products: the draw counts, or notes for its own observe()."""
 

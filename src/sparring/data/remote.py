@@ -15,14 +15,13 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, one_line
 from sparring.core.extras import optional
 from sparring.data.table import OpenTable, file_states, read_errors
 
@@ -59,11 +58,9 @@ def scan_remote(place: str) -> OpenTable:
 
 def _known(scan: Callable[[str], pl.LazyFrame], where: str, place: str) -> pl.LazyFrame:
     """The scan of a lake's table whose columns are known: its client raises errors of its own kinds."""
-    try:
+    with one_line(f"cannot read {place}", Exception):
         frame = scan(where)
         frame.collect_schema()
-    except Exception as error:
-        raise UserError(f"cannot read {place}: {first_line(error)}") from error
     return frame
 
 
@@ -103,17 +100,8 @@ def _scan_text(place: str, infer: bool = True, key: str | None = None) -> pl.Laz
 
 def write_remote(table: pl.DataFrame, place: str) -> None:
     """Write a table to an address as Parquet; an object appears when it is complete."""
-    with write_errors(place):
+    with one_line(f"cannot write {place}", OSError, pl.exceptions.PolarsError):
         table.write_parquet(place)
-
-
-@contextmanager
-def write_errors(place: str) -> Iterator[None]:
-    """Turn errors of a store into UserError with one line."""
-    try:
-        yield
-    except (OSError, pl.exceptions.PolarsError) as error:
-        raise UserError(f"cannot write {place}: {first_line(error)}") from error
 
 
 def place_of(where: str | os.PathLike[str]) -> str | Path:

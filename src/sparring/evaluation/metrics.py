@@ -58,18 +58,6 @@ import numpy as np
 from sparring.core.choices import DIALECTS
 from sparring.core.errors import UserError
 
-DESCRIPTIONS = {
-    "recall": "share of a query's test items that are listed",
-    "precision": "share of the listed items that are test items",
-    "hit": "1 if at least one test item is listed",
-    "mrr": "1 / rank of the first hit",
-    "map": "mean precision at the ranks of the hits",
-    "ndcg": "hits discounted by the logarithm of their rank, over the best possible value",
-    "psp": "precision with hits weighted by inverse propensity, over the best possible value",
-    "psndcg": "ndcg with hits weighted by inverse propensity, over the best possible value",
-    "coverage": "share of the catalogue that is in at least one list",
-    "popularity": "mean popularity percentile of the listed items",
-}
 METRICS = ("recall", "precision", "hit", "mrr", "map", "ndcg")
 PROPENSITY_METRICS = ("psp", "psndcg")
 LIST_METRICS = ("coverage", "popularity")

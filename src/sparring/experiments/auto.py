@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.core import files, manifest
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, first_line, one_line
 from sparring.core.locks import LOCK
 from sparring.core.ranks import launched
 from sparring.core.workers import Listener
@@ -379,15 +379,11 @@ def _lift(chosen: Path, folder: Path) -> None:
 
 def _trials(folder: Path, record: Mapping[str, Any]) -> list[Trial]:
     """The trials of auto.json, whose folders must be inside OUT/trials."""
-    try:
+    with one_line(f"{folder / NAME} is corrupt", TypeError, ValueError, then="delete the folder, or overwrite it"):
         trials = [Trial(**trial) for trial in record.get("trials", ())]
         places = {trial.folder for trial in trials}
         if not {*places, *record.get("chosen", ())} <= {place for place in places if re.fullmatch(r"\w[\w.-]*", place)}:
             raise ValueError("a trial has no folder")
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{folder / NAME} is corrupt: {first_line(error)}; delete the folder, or overwrite it"
-        ) from error
     return trials
 
 

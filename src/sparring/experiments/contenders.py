@@ -91,7 +91,7 @@ FAMILIES = (
 
 def complete_epochs(recipe: str, settings: Mapping[str, object]) -> int:
     """The epochs of a complete training; a closed form has one, which cannot be set."""
-    return resolve(find(recipe), settings)[0].training.epochs
+    return resolve(find(recipe), settings)[0].training.epochs_on()
 
 
 @dataclass(frozen=True)

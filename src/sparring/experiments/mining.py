@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -30,6 +30,7 @@ from sparring.data.cache import hash_of
 from sparring.data.interactions import TRAIN, Interactions
 from sparring.data.pairs import csr
 from sparring.data.texts.texts import ROLES, Role, text_of
+from sparring.evaluation.bm25 import Bm25
 from sparring.models.scorers import Vectors, is_cross_encoder, text_vectors
 from sparring.negatives import Guide, ScoreFunction
 from sparring.negatives.filtered import Bounds, first_left
@@ -310,51 +311,23 @@ class _Dense:
 
 
 class _Lexical:
-    """BM25 by bm25s: words alone."""
+    """Words alone (evaluation/bm25.py)."""
 
     def __init__(self, texts: dict[Role, pl.Series]):
-        library = optional("bm25s", "text", "BM25")
-        self.texts, self.library = texts, library
-        tokens = library.tokenize(texts["item"].to_list(), stopwords="en", show_progress=False)
-        self.index = library.BM25(k1=1.5, b=0.75, method="lucene")
-        self.index.index(tokens, show_progress=False)
-
-    def _rows(self, queries: np.ndarray) -> Iterator[np.ndarray]:
-        """The scores of all items, query by query."""
-        words = self.library.tokenize(
-            self.texts["query"].gather(queries).to_list(), return_ids=False, stopwords="en", show_progress=False
-        )
-        for row in words:
-            listed = [word for word in row if word in self.index.vocab_dict]
-            yield self.index.get_scores(listed) if listed else np.zeros(len(self.texts["item"]), np.float32)
+        self.texts, self.index = texts["query"], Bm25(texts["item"])
 
     def search(self, queries: np.ndarray, k: int, known: Positives) -> tuple[Tensor, Tensor]:
-        best, ids = torch.full((len(queries), k), -torch.inf), torch.full((len(queries), k), -1)
-        start, taken = known.start.numpy(), known.items.numpy()
-        for at, (query, row) in enumerate(zip(queries.tolist(), self._rows(queries), strict=True)):
-            scores = torch.from_numpy(np.asarray(row, np.float32).copy())
-            scores[torch.from_numpy(taken[start[query] : start[query + 1]]).long()] = 0.0
-            scores[scores <= 0] = -torch.inf  # no common word
-            values, found = in_order(*_best(scores, k), min(k, len(scores)))
-            best[at, : values.shape[1]] = values[0]
-            ids[at, : values.shape[1]] = torch.where(torch.isneginf(values[0]), -1, found[0])
-        return best, ids
+        ids, scores = map(torch.from_numpy, self.index.best(self.texts.gather(queries), k, known, queries))
+        return scores.masked_fill(ids < 0, -torch.inf), ids
 
     def scores(self, queries: Tensor, items: Tensor) -> Tensor:
         distinct, which = np.unique(queries.numpy(), return_inverse=True)
         found = torch.empty(len(queries))
         order = np.argsort(which, kind="stable")
         places = np.split(order, np.cumsum(np.bincount(which))[:-1])
-        for here, row in zip(places, self._rows(distinct), strict=True):
+        for here, row in zip(places, self.index.scores(self.texts.gather(distinct)), strict=True):
             found[here] = torch.from_numpy(np.asarray(row, np.float32)[items.numpy()[here]])
         return found
-
-
-def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(1, m) scores and ids that hold the k best of scores (N,), with all equals of the last."""
-    bound = scores.topk(min(k, len(scores))).values[-1]
-    ids = torch.nonzero(scores >= bound).flatten()
-    return scores[ids].unsqueeze(0), ids.unsqueeze(0)
 
 
 def _source(

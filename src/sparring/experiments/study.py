@@ -24,7 +24,7 @@ import torch
 
 from sparring.core import files, memory_usage
 from sparring.core.devices import hardware, pick_device
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, one_line
 from sparring.core.files import read_table
 from sparring.core.locks import LOCK
 from sparring.core.manifest import NAME as MANIFEST
@@ -185,10 +185,8 @@ class FinishedRun:
         if "refit" in self.meta:
             return FinishedRun(self.folder / SELECTION).history
         path = self.path("metrics.jsonl")
-        try:
+        with one_line(f"{path} is corrupt", OSError, ValueError, then="delete its folder to train again"):
             return [json.loads(line) for line in path.read_text().splitlines()]
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} is corrupt: {first_line(error)}; delete its folder to train again") from error
 
     def values(self, metric: str) -> np.ndarray:
         """(Q,) values of a metric, one per test query."""
@@ -238,10 +236,8 @@ def check_folder(
         raise UserError(f"{out} is a file: choose another folder for the {kind}")
     if path.is_file():
         before = files.read_json(path)
-        try:
+        with one_line(f"{path} is corrupt", ValueError, KeyError, TypeError):
             old_kind, old_fixed, old_growing = before["kind"], before["fixed"], before["growing"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is corrupt: {first_line(error)}") from error
         if old_kind != kind:
             raise UserError(f"{out} holds a {old_kind}: choose another folder for the {kind}")
         for name, value in fixed.items():
@@ -391,7 +387,7 @@ def _train_one(say: Say, folder: Path, data: Dataset, method: Method, seed: int,
         on_gpu = device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else memory_usage.peak_bytes() - before
         number, setup = record["epoch"], built.setup
-        measured = number in (1, setup.training.epochs) or number % setup.validation.eval_every == 0
+        measured = number in (1, setup.training.epochs_on(device.type)) or number % setup.validation.eval_every == 0
         if training.curve and measured:
             record |= _test_metrics(built, split, data.cutoffs[0], training.curve)  # for metrics.jsonl
         say(record)

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from sparring.core import files
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, first_line, one_line
+from sparring.core.extras import optional
 from sparring.data.interactions import Split
 from sparring.experiments.search_space import OneOf, Range, first_trials, in_unit, space, space_filling
 from sparring.recipes.finding import Recipe, named
@@ -178,10 +179,8 @@ def read_trials(path: Path) -> list[Trial]:
     """The trials of a file; none where the file does not exist."""
     if not path.is_file():
         return []
-    try:
+    with one_line(f"{path} is corrupt", ValueError, TypeError, then="delete it to tune again"):
         return [Trial(**json.loads(line)) for line in path.read_text().splitlines()]
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is corrupt: {first_line(error)}; delete it to tune again") from error
 
 
 def _ask(
@@ -214,10 +213,7 @@ def _distribution(optuna: Any, entry: Range | OneOf) -> Any:
 
 def require_optuna() -> Any:
     """Optuna with its log silenced; raises an error that names the extra where it is not installed."""
-    try:
-        import optuna
-    except ImportError:
-        raise UserError('tuning needs Optuna: pip install "sparring[tune]"') from None
+    optuna = optional("optuna", "tune", "tuning")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     return optuna

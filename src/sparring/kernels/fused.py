@@ -26,7 +26,6 @@ from sparring.kernels import tiles
 from sparring.kernels.reference import ExcludedKeys
 from sparring.kernels.tiles import GROUP
 
-WIDEST = 256  # dimensions that fit a tile
 PLAIN, EXPECTED, DRAWN = 0, 1, 2
 T = TypeVar("T")
 SHIFT = 14.0  # 16-bit floats hold shares down to 2^-28 in full: 2^14 times a share is at most 2^14

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sparring.core import files
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, one_line
 from sparring.core.extras import optional
 from sparring.data.texts.encoder import (
     Dense,
@@ -106,7 +106,8 @@ def load_encoder(
             FastTokenizer(static / "tokenizer.json", special=False), vectors, sparse, static / "tokenizer.json"
         )
     config = _config(folder)
-    try:
+    kinds = OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError
+    with one_line(f"cannot load the text encoder in {folder}", *kinds):
         if config.get("model_type") == _BAG:
             tokens = folder / "tokenizer.json"
             tokenizer = (
@@ -122,10 +123,6 @@ def load_encoder(
         tokens, pooling = folder / "tokenizer.json", pooling or source.pooling
         head = load_head(folder, weights)
         return TransformerEncoder(model, find_tokenizer(folder), pooling, source.max_length, tokens, head)
-    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"cannot load the text encoder in {folder}: {first_line(error)}") from error
 
 
 def add_lora(encoder: BagEncoder | TransformerEncoder, rank: int) -> None:
@@ -167,7 +164,7 @@ def save_encoder(
     prompts: Mapping[Literal["query", "item"], str] | None = None,
 ) -> None:
     """Write an encoder to a folder with the prompts of each side; without `weights` only its shape and tokenizer."""
-    try:
+    with one_line(f"cannot write {folder}", OSError, safetensors.SafetensorError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "model.safetensors").unlink(missing_ok=True)  # from an earlier run
         if isinstance(encoder, BagEncoder):
@@ -189,8 +186,6 @@ def save_encoder(
                 file.chmod((folder / "config.json").stat().st_mode)
         _write_prompts(folder, prompts or {})
         _for_sentence_transformers(encoder, folder, weights)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"cannot write {folder}: {first_line(error)}") from error
 
 
 def _for_sentence_transformers(encoder: TransformerEncoder, folder: Path, weights: bool) -> None:

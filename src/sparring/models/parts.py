@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparring.core.errors import UserError
+from sparring.core.part import n_ids
 from sparring.data.features import Features, TagColumn
 from sparring.data.histories import Context
-from sparring.models.towers import HistoryReader, IdTower, count_of, width_of
+from sparring.models.towers import HistoryReader, IdTower, width_of
 
 
 class Categories(nn.Module):
@@ -256,7 +257,7 @@ def _size(parts: Sequence[nn.Module]) -> int:
     """The number of ids of parts, which must agree."""
     if not parts:
         raise UserError("give at least one part")
-    sizes = [count_of(part) for part in parts]
+    sizes = [n_ids(part) for part in parts]
     if None in sizes:
         kind = type(parts[sizes.index(None)]).__name__
         raise UserError(f"the part {kind} has no attribute n, its number of ids: set it")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparring.core.errors import UserError
-from sparring.core.part import Part
+from sparring.core.part import Part, n_ids
 from sparring.core.sparse_rows import unit_lookup
 from sparring.core.types import ALONE, ItemLayers, Ranks
 from sparring.data.histories import Context, Histories
@@ -23,7 +23,7 @@ from sparring.models.graph import GraphItems
 from sparring.models.histories import PastReader, past_readers, reading
 from sparring.models.low_rank_ease import LowRankEase
 from sparring.models.parts import Perceptron
-from sparring.models.towers import HistoryReader, IdTower, UnitTower, count_of, evaluating, width_of
+from sparring.models.towers import HistoryReader, IdTower, UnitTower, evaluating, width_of
 from sparring.models.trend import Trend
 
 NORM_EPS = 1e-6  # a shorter vector is scaled by 1 / NORM_EPS, so that zero stays zero and its gradient finite
@@ -59,7 +59,7 @@ class Retriever(nn.Module):
             raise ValueError(
                 f"the query tower has {widths[0]} dimensions and the item tower {widths[1]}: they must be equal"
             )
-        count = n_items or count_of(item)
+        count = n_items or n_ids(item)
         if count is None:
             raise ValueError(f"the item tower {type(item).__name__} has no attribute n: pass n_items")
         self.n_items, self.width = int(count), widths[0]

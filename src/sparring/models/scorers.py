@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from sparring.core import files
 from sparring.core.devices import pick_device
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, one_line
 from sparring.core.extras import optional
 from sparring.data.texts.encoder import check_encoder, own_prompt
 from sparring.data.texts.texts import Role, tokenize
@@ -67,7 +66,12 @@ def pair_scores(name: str, device: str = "auto") -> Callable[[Sequence[tuple[str
         pair_scores("models/reranker")([("red shoes", "a pair of shoes")])
     """
     check_encoder(Path(name))
-    model = _opened("CrossEncoder", Path(name), device)
+    library = optional("sentence_transformers", "sentence-transformers", f"the model in {name}")
+    with one_line(
+        f"cannot load the model in {name}", OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError
+    ):
+        safely = {"local_files_only": True, "trust_remote_code": False}
+        model = library.CrossEncoder(name, device=str(pick_device(device)), **safely)
     if model.num_labels != 1:
         raise UserError(f"the cross-encoder in {name} has {model.num_labels} outputs: a guide needs one")
 
@@ -76,13 +80,3 @@ def pair_scores(name: str, device: str = "auto") -> Callable[[Sequence[tuple[str
         return scores.astype(np.float32)
 
     return score
-
-
-def _opened(kind: str, folder: Path, device: str) -> Any:
-    """A model of sentence-transformers, from the folder alone."""
-    library = optional("sentence_transformers", "sentence-transformers", f"the model in {folder}")
-    try:
-        safely = {"local_files_only": True, "trust_remote_code": False}
-        return getattr(library, kind)(str(folder), device=str(pick_device(device)), **safely)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
-        raise UserError(f"cannot load the model in {folder}: {first_line(error)}") from error

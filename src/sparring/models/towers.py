@@ -81,9 +81,3 @@ def width_of(tower: nn.Module) -> int:
     device = next(itertools.chain(tower.parameters(), tower.buffers()), torch.empty(0)).device
     with evaluating(tower), torch.no_grad():
         return int(tower(torch.zeros(1, dtype=torch.long, device=device)).shape[-1])
-
-
-def count_of(tower: nn.Module) -> int | None:
-    """The number of ids of a tower; None if it does not say."""
-    count = getattr(tower, "n", None) or getattr(tower, "num_embeddings", None)
-    return None if count is None else int(count)

@@ -69,7 +69,7 @@ DEFAULT = Setup.of(
     init_std=0.01,
     init="spectral",
     batch_size=4096,
-    epochs=32,
+    epochs=None,
     lr=3e-3,
     schedule="cosine",
     eval_every=4,
@@ -87,7 +87,6 @@ def default(
     steps: Annotated[int, "batches are smaller than batch_size where an epoch has fewer steps than this"] = 48,
     closed_form: Annotated[int, "dimensions of EASE beside the towers, twice as many for few weights; 0: none"] = 512,
     trend: Annotated[bool, "a part of the item bias follows the demand, where the validation part is later"] = True,
-    cpu_epochs: Annotated[int | None, "epochs on a CPU where epochs is not set; none: as on a GPU"] = 16,
 ) -> Run:
     """Queries as sums of their items, against uniform negatives that the query has not taken, or all of them.
 
@@ -102,13 +101,9 @@ def default(
     negatives = (
         AllItems(data.n_items, exclude, with_pairs(data)) if complete else Sampled(uniform(data), n, exclude=exclude)
     )
-    if cpu_epochs is not None and cpu_epochs < 1:
-        raise ValueError(f"cpu_epochs is a number of epochs, at least 1, or none; got {cpu_epochs}")
-    unset = setup.training.epochs == DEFAULT.training.epochs
     run = compose(data, setup, Term(1.0, negatives))
     dim = closed_form_width(run.model, data, closed_form)
-    trend = trend and isinstance(run.model.query, HistoryTower | SequenceTower)
-    return replace(run, closed_form=dim, trend=trend, cpu_epochs=cpu_epochs if unset else None)
+    return replace(run, closed_form=dim, trend=trend and isinstance(run.model.query, HistoryTower | SequenceTower))
 
 
 def closed_form_width(model: Retriever, data: Interactions, most: int) -> int:
@@ -328,7 +323,7 @@ def cbns(
     """
     pop = item_frequency(data, setup)
     if opens is None:
-        steps = setup.training.epochs * epoch_steps(data, setup)
+        steps = setup.training.epochs_on() * epoch_steps(data, setup)
         opens = min(40_000, steps // 10)
     memory = Memory(size, width(setup.model, setup.text), pop, opens)
     return compose(data, setup, Term(1.0, Union(InBatch(pop), memory, correction=correction)))

@@ -151,7 +151,7 @@ def ada_tau(
     Chen et al., Adap-tau: Adaptively Modulating Embedding Magnitude for Recommendation, WWW 2023.
     """
     counts = torch.bincount(torch.from_numpy(data.queries).long(), minlength=data.n_queries)
-    settle = min(100, -(-setup.training.epochs // 4)) if settle is None else settle
+    settle = min(100, -(-setup.training.epochs_on() // 4)) if settle is None else settle
     temperature = AdaTau(counts, data.n_items, beta, quantile, gap, settle, means)
     term = _against_uniform(data, n, per_query, "positive", adaptive_softmax(temperature))
     return replace(compose(data, setup, term), temperature=temperature)

@@ -12,7 +12,7 @@ from torch import nn
 
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
-from sparring.core.part import Part
+from sparring.core.part import Part, n_ids
 from sparring.core.ranks import launched
 from sparring.core.types import Positives
 from sparring.data.batches import RandomBatches
@@ -27,7 +27,6 @@ from sparring.models.named import TABLES, Model
 from sparring.models.retriever import Retriever
 from sparring.models.settings import ModelSettings
 from sparring.models.spectral_start import start_from
-from sparring.models.towers import count_of
 from sparring.negatives import Negatives
 from sparring.recipes.setup import SOLVED, SWEPT, ClassifierSettings, Setup, check, check_sharded, parse_options
 
@@ -88,7 +87,6 @@ class Run:
     solver: Solver | None = None
     closed_form: int = 0  # dimensions of a closed form beside the trained towers (training/closed_form.py)
     trend: bool = False  # whether it follows the demand and knows newcomers (training/trend.py)
-    cpu_epochs: int | None = None  # on a CPU, in place of the setup's
 
     @property
     def classifiers(self) -> ClassifierSettings | None:
@@ -167,8 +165,8 @@ def _check_ids(model: Retriever, n_queries: int, n_items: int) -> None:
     """Refuse a model of more or fewer ids than the data has, as its towers say; a tower need not."""
     queries, items = ("queries", n_queries), ("items", n_items)
     for (ids, n), found in (
-        (queries, count_of(model.query)),
-        (items, count_of(model.item)),
+        (queries, n_ids(model.query)),
+        (items, n_ids(model.item)),
         (items, model.n_items),  # given to a Retriever whose item tower does not say
     ):
         if found not in (None, n):

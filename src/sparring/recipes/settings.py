@@ -177,8 +177,6 @@ def resolve(
         setup = setup.replaced(model_options=parse_options(function, options))
         if not {"init", "model.init"} & settings.keys() and not has_tables(setup.model):
             setup = setup.replaced(init="normal")  # the recipe's start may be an SVD
-    if "cpu_epochs" in own and {"epochs", "training.epochs"} & settings.keys():
-        arguments.setdefault("cpu_epochs", None)  # epochs that are set hold on every device
     check(setup)
     return setup, arguments
 
@@ -206,7 +204,7 @@ def given(recipe: Callable[..., Run], setup: Setup, arguments: Mapping[str, Any]
         }
     apart = ("model_name", "model_options")
     settings |= {name: value for name, value in values.items() if name not in apart and value != usual.flat()[name]}
-    defaults = {name: default for name, (_, default) in own_arguments(recipe).items()} | resolve(recipe, settings)[1]
+    defaults = {name: default for name, (_, default) in own_arguments(recipe).items()}
     settings |= {name: value for name, value in arguments.items() if name in defaults and value != defaults[name]}
     if resolve(recipe, settings)[0] != setup:
         raise UserError(f"the settings of this run are not those of its recipe {named(recipe)}: build it in Python")

@@ -58,7 +58,7 @@ class BatchSettings:
 class TrainingSettings:
     """Epochs, optimiser and learning-rate schedule."""
 
-    epochs: int = setting(100, "passes over the training rows", at_least=1)
+    epochs: int | None = setting(100, "passes over the training rows; none: 32, and 16 on a CPU", at_least=1)
     optimizer: Literal["row-adam", "row-adagrad", "adam", "solver"] = setting(
         "row-adam", "update rule: of the rows that a step touched, adam of all parameters, or the recipe's own solver"
     )
@@ -80,6 +80,10 @@ class TrainingSettings:
     matryoshka: tuple[int, ...] = setting(
         (), "dimensions that vectors can be cut to; the loss is the mean over these and the complete vectors"
     )
+
+    def epochs_on(self, device: str = "cuda") -> int:
+        """The epochs on a type of device, also where none are set."""
+        return self.epochs or (16 if device == "cpu" else 32)
 
 
 @dataclass(frozen=True)
@@ -278,7 +282,7 @@ def check(setup: Setup) -> None:
             raise UserError(f"{name} must be positive and finite, got {value}")
         if declared.at_least is not None and not declared.at_least <= value < math.inf:
             bound = "must not be negative" if declared.at_least == 0 else f"must be at least {declared.at_least}"
-            raise UserError(f"{name} {bound}, got {value}{'; none turns it off' if _optional(declared.kind) else ''}")
+            raise UserError(f"{name} {bound}{', or none' if _optional(declared.kind) else ''}, got {value}")
     model, text, batches = setup.model, setup.text, setup.batches
     for name, rate in (
         ("dropout", model.dropout),

@@ -9,9 +9,10 @@ import unittest
 import torch
 from torch import Tensor, nn
 
+from sparring.core.part import n_ids
 from sparring.data.histories import Before, Context, SequenceBatches, Windows
 from sparring.models.histories import past_readers, reading
-from sparring.models.towers import HistoryReader, count_of
+from sparring.models.towers import HistoryReader
 
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (5,), (2, 3), (2, 1, 2))
 
@@ -189,6 +190,6 @@ class TowersContract:
 
 def _count(tower: nn.Module) -> int:
     """The number of ids of a tower."""
-    n = count_of(tower)
+    n = n_ids(tower)
     assert n is not None, f"{type(tower).__name__} has no attribute n, its number of ids"
     return n

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparring.core import files
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, one_line
 from sparring.core.manifest import read_manifest
 from sparring.core.ranks import Group, local_world
 from sparring.core.types import Ranks
@@ -238,7 +238,7 @@ class CheckpointManager:
         saved = {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
         tables = {f"model.{name}.weight": module.weight for name, module in self.whole.items()}
         files.load_tensors(self.modules, modules | tables, path)
-        try:
+        with one_line(f"{path} does not fit this run", ValueError, KeyError, TypeError, RuntimeError, IndexError):
             load_state_tensors(self._plain_optimizers(), saved)
             self.generator.set_state(tensors["generator"])
             rank, same = self.ranks.rank, len(tensors["loss"]) == self.ranks.world
@@ -255,8 +255,6 @@ class CheckpointManager:
                 value, kind = getattr(state, name), (int, float) if isinstance(default, float) else type(default)
                 if not isinstance(value, kind):
                     raise TypeError(f"its {name} is {value!r:.80}")
-        except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
-            raise UserError(f"{path} does not fit this run: {first_line(error)}") from error
         if self.sharded:
             place = files.inside(self.folder, state.tables)
             read_tables(place, self._spread(self._model() | self._sums()), self.ranks)

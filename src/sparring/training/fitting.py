@@ -283,11 +283,12 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
 
 
 def _with_epochs(run: Run, device: torch.device) -> Run:
-    """The run with the epochs that its recipe has for the device."""
-    if run.cpu_epochs is None or device.type != "cpu":
+    """The run with the epochs for the device, where none are set."""
+    training = run.setup.training
+    if training.epochs is not None:
         return run
-    log.info("%s epochs on a CPU: --set cpu_epochs=none trains the %s", run.cpu_epochs, run.setup.training.epochs)
-    return replace(run, setup=run.setup.replaced(epochs=run.cpu_epochs))
+    log.info("epochs are not set: %s on a CPU, %s on a GPU", training.epochs_on("cpu"), training.epochs_on())
+    return replace(run, setup=run.setup.replaced(epochs=training.epochs_on(device.type)))
 
 
 def _with_temperature(run: Run, split: Split, device: torch.device, ranks: Ranks) -> tuple[Run, dict[float, float]]:
@@ -301,7 +302,7 @@ def _with_temperature(run: Run, split: Split, device: torch.device, ranks: Ranks
 def _as_recorded(run: Run, meta: Mapping[str, Any]) -> Run:
     """The run with the epochs and the temperature that its training recorded when it began."""
     recorded = flat(meta["setup"])
-    if run.cpu_epochs is not None:
+    if run.setup.training.epochs is None:
         run = replace(run, setup=run.setup.replaced(epochs=recorded["epochs"]))
     return with_tau(run, recorded["tau"]) if _chooses_tau(run) else run
 

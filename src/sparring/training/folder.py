@@ -421,6 +421,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     for key in ("arguments", "towers", "source", "data", "untrained", "versions", "warm", "refit"):
         if not isinstance(meta.get(key, {}), dict):
             raise UserError(f"{path} is corrupt: its {key} is {meta[key]!r:.80}")
+    meta.get("arguments", {}).pop("cpu_epochs", None)  # `default` had it in development: the setup has the epochs
     return meta
 
 

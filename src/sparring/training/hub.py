@@ -17,15 +17,13 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparring.core import files, manifest
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, one_line
 from sparring.core.extras import optional
 from sparring.data.cache import cache_folder
 from sparring.recipes.setup import flat
@@ -64,7 +62,7 @@ def push(folder: str | Path, name: str, *, with_histories: bool = False, public:
         card = staged / "README.md"
         files.write_text(card, published_card(card.read_text(encoding="utf-8"), name, meta, result))
         manifest.write_manifest(staged, keep=set(run_folder.read_manifest(staged).files) - {card.name})
-        with _asking(f"cannot push to {name}"):
+        with one_line(f"cannot push to {name}", Exception):  # the client has errors of many kinds
             api = client.HfApi(endpoint=_endpoint())
             api.create_repo(name, private=not public, exist_ok=True)
             done = api.upload_folder(
@@ -140,7 +138,7 @@ def pulled(address: str) -> Path:
     if re.fullmatch("[0-9a-f]{40}", revision) and (place / revision).is_dir():
         return place / revision
     client = _client()
-    with _asking(f"cannot pull {address}"):
+    with one_line(f"cannot pull {address}", Exception):
         about = client.HfApi(endpoint=_endpoint()).model_info(name, revision=revision or None)
         commit = str(about.sha)
         if not re.fullmatch("[0-9a-f]{40}", commit):
@@ -182,14 +180,3 @@ def _client() -> Any:
 
 def _endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT")
-
-
-@contextmanager
-def _asking(what: str) -> Iterator[None]:
-    """Turn errors of the client, which are of many kinds, into UserError with one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{what}: {first_line(error)}") from error

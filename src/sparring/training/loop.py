@@ -84,7 +84,8 @@ class Trainer:
         self.run, self.split, self.device, self.folder = run, split, device, folder
         self.progress, self.ranks, self.save_seconds = progress, ranks, save_seconds
         self.setup, setup, training = run.setup, run.setup, run.setup.training
-        self.epochs = epochs or training.epochs  # a refit takes the chosen ones, under the schedule of all
+        self.scheduled = training.epochs_on(device.type)
+        self.epochs = epochs or self.scheduled  # a refit takes the chosen ones, under the schedule of all
         self.modules = run.modules().to(device)
         trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
         self.trained = list(trained.parameters())
@@ -107,7 +108,7 @@ class Trainer:
         paired = alone and self.rows.kind == "pairs"
         pairs = self.rows.queries, self.rows.items
         self.direct = pairwise_step(run, pairs, self.positives, self.optimizers) if paired else None
-        total = training.epochs * len(self.rows.batches)
+        total = self.scheduled * len(self.rows.batches)
         warmup = fitting_warmup(training.warmup, total)
         self.schedule = Schedule(training.schedule, warmup, training.lr_decay, training.lr_decay_every, total)
         most = setup.validation.valid_queries
@@ -133,7 +134,7 @@ class Trainer:
     def best_is_last(self) -> bool:
         """Whether the best epoch on the validation part is the last that was allowed; a closed form has no others."""
         closed = self.run.solver is not None and self.run.solver.closed_form
-        return self.valid is not None and not closed and self.state.best_epoch == self.setup.training.epochs
+        return self.valid is not None and not closed and self.state.best_epoch == self.scheduled
 
     def train(self) -> None:
         """Train until the last epoch, or until the validation metric stops improving."""

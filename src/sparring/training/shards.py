@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparring.core import files
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, first_line, one_line
 from sparring.core.manifest import read_sealed, write_sealed
 from sparring.core.ranks import Group
 from sparring.core.types import Ranks
@@ -90,7 +90,7 @@ def _description(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def check_tables(folder: Path, which: slice = slice(None)) -> dict[str, Any]:
     """The content of index.json; raises if it or a shard (of those chosen by `which`) is missing or damaged."""
     index = read_sealed(folder / INDEX, _ADVICE)
-    try:
+    with one_line(f"{folder / INDEX} is corrupt", KeyError, TypeError, ValueError, AttributeError, then=_ADVICE):
         if index["format"] != _FORMAT:
             raise ValueError(f"format {index['format']!r} is unknown")
         shards = [(files.inside(folder, shard["name"]), shard["hash"]) for shard in index["shards"]]
@@ -102,10 +102,6 @@ def check_tables(folder: Path, which: slice = slice(None)) -> dict[str, Any]:
                 ends.append(last)
             if ends[-1] != (about["shape"][0] if about["shape"] else 1):
                 raise ValueError(f"rows of {name!r} are missing")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{folder / INDEX} is corrupt: {first_line(error)}; {_ADVICE}") from error
     for path, digest in shards[which]:
         if not path.is_file():
             raise UserError(f"{path} is missing; {_ADVICE}")

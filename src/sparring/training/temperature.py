@@ -31,7 +31,7 @@ def choose_tau(run: Run, split: Split, device: torch.device, ranks: Ranks = ALON
     by a factor of RISES. Without a validation part, in a training too short for trials, and with tables too large to
     copy it is TAU.
     """
-    epochs = run.setup.training.epochs
+    epochs = run.setup.training.epochs_on(device.type)
     if split.valid is None or epochs < SHORTEST or run.setup.model.tables == "sharded":
         return TAU, {}
     first = 2 if epochs >= LONG else 1

@@ -25,12 +25,12 @@ _SLICE = 1024  # texts of a flat column that are tokenised at a time
 _BASE = 6364136223846793005  # odd, so that multiplication modulo 2^64 is invertible
 
 
-def in_groups(encode: Encode, features: Features, most: int | None = None) -> Tensor:
-    """Vectors (n, D) of texts, encoded in groups of similar length to limit padding, at most `most` texts at a time.
+def in_groups(encode: Encode, features: Features) -> Tensor:
+    """Vectors (n, D) of texts, encoded in groups of similar length to limit padding.
 
     Static embeddings, whose tokens are one flat list, have no padding: their texts stay in order.
     """
-    groups, order = _groups(features, most)
+    groups, order = _groups(features, None)
     return _joined([encode(group) for group in groups], order)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.core.choices import TRACKERS
-from sparring.core.errors import UserError, did_you_mean, first_line
+from sparring.core.errors import UserError, did_you_mean, first_line, one_line
 from sparring.core.extras import optional
 from sparring.training.loop import TrainingProgress
 
@@ -61,10 +61,8 @@ def track(
 
     def begin(settings: Mapping[str, Any]) -> None:
         nonlocal tracked
-        try:
+        with one_line(f"cannot open a run of {name}", Exception):
             tracked = open_run(settings)
-        except Exception as error:
-            raise UserError(f"cannot open a run of {name}: {first_line(error)}") from error
 
     def staged(name: str) -> None:
         nonlocal stage, before

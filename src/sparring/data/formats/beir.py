@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, one_line
 from sparring.data.interactions import Interactions
 from sparring.data.lines import find_file, read_json_lines, read_lines
 from sparring.data.pairs import pair_keys
@@ -115,10 +115,8 @@ def _texts(folder: Path, name: str, notes: list[str]) -> pl.DataFrame:
 
 
 def _read_parquet(files: list[Path], needed: tuple[str, ...]) -> pl.DataFrame:
-    try:
+    with one_line(f"cannot read {files[0].parent}", OSError, pl.exceptions.PolarsError):
         table = pl.concat([pl.read_parquet(file) for file in files], how="diagonal_relaxed")
-    except (OSError, pl.exceptions.PolarsError) as error:
-        raise UserError(f"cannot read {files[0].parent}: {first_line(error)}") from error
     for name in needed:
         if name not in table.columns:
             raise UserError(f"{files[0].parent} has no column {name!r}; it has {', '.join(table.columns)}")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, one_line
 from sparring.core.memory_usage import machine_bytes
 from sparring.data.columns import with_title
 from sparring.data.interactions import TEST, TRAIN, Interactions, Vocabulary
@@ -113,7 +113,8 @@ def read_labels(file: Path) -> Labels:
 
 
 def _npz(file: Path) -> Labels:
-    try:
+    kinds = OSError, ValueError, KeyError, IndexError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error
+    with one_line(f"{file} is not a sparse matrix written by scipy.sparse.save_npz", *kinds):
         _check_sizes(file)
         with np.load(file, allow_pickle=False) as saved:
             fields: Mapping[str, np.ndarray] = {name: saved[name] for name in saved.files}
@@ -133,10 +134,6 @@ def _npz(file: Path) -> Labels:
         if len(rows) and (min(rows.min(), columns.min()) < 0 or rows.max() >= n_rows or columns.max() >= n_labels):
             raise ValueError(f"an index is outside its shape of {n_rows:,} x {n_labels:,}")
         return Labels.of(rows, columns, n_rows, n_labels)
-    except (OSError, ValueError, KeyError, IndexError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(
-            f"{file} is not a sparse matrix written by scipy.sparse.save_npz: {first_line(error)}"
-        ) from error
 
 
 def _check_sizes(file: Path) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from sparring.core import manifest
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, one_line
 from sparring.core.files import check_folder, read_array, read_json, write_json
 from sparring.core.manifest import Manifest
 from sparring.core.types import Positives
@@ -154,11 +154,9 @@ def read_description(folder: Path) -> tuple[dict[str, Any], Manifest]:
         raise UserError(
             f"{folder} was prepared in format {known}, and this version reads format {FORMAT}: prepare the data again"
         )
-    try:
+    with one_line(f"{path} is corrupt", KeyError, TypeError, AttributeError, ValueError, then=ADVICE):
         _ = [int(meta["rows"][name]) for name in ("train", "valid", "test")]
         _ = meta["split"]["how"], list(meta["notes"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{path} is corrupt: {first_line(error)}; {ADVICE}") from error
     return meta, manifest.read_manifest(folder, ADVICE)
 
 

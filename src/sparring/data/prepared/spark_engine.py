@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import polars as pl
 
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, first_line, one_line
 from sparring.core.extras import optional
 from sparring.data.cleaning import SHORT, clean
 from sparring.data.columns import order_notes
@@ -140,11 +140,9 @@ def _session() -> Iterator[SparkSession]:
     from pyspark.sql import SparkSession
 
     active = SparkSession.getActiveSession()
-    try:
+    with one_line("Spark did not start", PySparkException, OSError, then="it needs Java 17 or later"):
         builder = SparkSession.builder.appName("sparring prepare").config("spark.ui.showConsoleProgress", "false")
         spark = active or builder.getOrCreate()
-    except (PySparkException, OSError) as error:
-        raise UserError(f"Spark did not start: {first_line(error)}; it needs Java 17 or later") from error
     try:
         session = spark.newSession()  # with separate settings
         session.conf.set("spark.sql.session.timeZone", "UTC")

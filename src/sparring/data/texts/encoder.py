@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from sparring.core import files
 from sparring.core.devices import pick_device
-from sparring.core.errors import UserError, did_you_mean, first_line
+from sparring.core.errors import UserError, did_you_mean, first_line, one_line
 from sparring.core.extras import optional
 from sparring.core.memory_usage import machine_bytes
 from sparring.data.cache import hash_of
@@ -112,12 +112,12 @@ class TextEncoder:
                 raise UserError(f"cannot load the text encoder in {self.folder}: it has no tokenizer.json")
             transformers.utils.logging.disable_progress_bar()
             logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about unused heads in many lines
-            try:
+            with one_line(
+                f"cannot load the text encoder in {self.folder}", OSError, ValueError, KeyError, RuntimeError
+            ):
                 safely = {"local_files_only": True, "trust_remote_code": False}
                 tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(self.folder, **safely)
                 model = transformers.AutoModel.from_pretrained(self.folder, use_safetensors=True, **safely)
-            except (OSError, ValueError, KeyError, RuntimeError) as error:
-                raise UserError(f"cannot load the text encoder in {self.folder}: {first_line(error)}") from error
             self._loaded = tokenizer, model.eval().to(self.device)
         return self._loaded
 
@@ -289,10 +289,8 @@ def plain_tensors(folder: Path) -> dict[str, Tensor]:
     file = folder / "model.safetensors"
     if not file.is_file() or file.stat().st_size > machine_bytes():
         raise UserError(f"cannot load the text encoder in {folder}: it has no model.safetensors that fits into memory")
-    try:
+    with one_line(f"cannot load the text encoder in {folder}", OSError, ValueError, safetensors.SafetensorError):
         return safetensors.torch.load_file(file)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise UserError(f"cannot load the text encoder in {folder}: {first_line(error)}") from error
 
 
 def own_prompt(folder: Path, side: Literal["query", "item"]) -> str:

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import polars as pl
 
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, one_line
 from sparring.core.extras import optional
 from sparring.data.cache import hash_of, hashes
 from sparring.data.texts.words import WordCache, flat_ids
@@ -52,10 +52,8 @@ class FastTokenizer:
         tokenizers = optional("tokenizers", "text", "tokenising")
         self.special = special
         self.fingerprint = hash_of(["fast 1", str(special), file])
-        try:
+        with one_line(f"{file} is not a tokenizer", Exception):  # the library raises bare Exception for every bad file
             self._inner = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for every bad file
-            raise UserError(f"{file} is not a tokenizer: {first_line(error)}") from error
         padding = self._inner.padding or {}
         named = (self._inner.token_to_id(name) for name in ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>"))
         self.pad = int(padding.get("pad_id", next((token for token in named if token is not None), 0)))

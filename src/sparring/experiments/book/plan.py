@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.core.choices import SPLITS
-from sparring.core.errors import UserError, did_you_mean, first_line
+from sparring.core.errors import UserError, did_you_mean, one_line
 from sparring.experiments.comparison import cutoffs
 from sparring.experiments.papers.printed import published_cells
 from sparring.recipes import finding, settings
@@ -115,10 +115,8 @@ def read_plan(path: Path | None = None) -> Plan:
     read_plan().methods["xir"].tau_unit  # 2.0
     """
     source = resources.files("sparring.experiments.book") / "plan.toml" if path is None else path
-    try:
+    with one_line(f"cannot read the plan {source}", OSError, ValueError):
         content = tomllib.loads(source.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the plan {source}: {first_line(error)}") from error
     repeated = content.pop("repeated", [])
     parts: dict[str, Any] = {}
     for name, kind in (("sets", BookSet), ("models", BookModel), ("methods", BookMethod), ("claims", Claim)):
@@ -145,10 +143,8 @@ def _entries(kind: Any, part: str, content: Mapping[str, Mapping[str, Any]]) -> 
             if key not in names:
                 raise UserError(f"{part}.{name} of the plan has an unknown entry {key!r}{did_you_mean(key, names)}")
         given = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        try:
+        with one_line(f"{part}.{name} of the plan is not complete", TypeError):
             entries[name] = kind(name, **given)
-        except TypeError as error:
-            raise UserError(f"{part}.{name} of the plan is not complete: {first_line(error)}") from error
     return entries
 
 

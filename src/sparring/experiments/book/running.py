@@ -286,7 +286,7 @@ def check(book: Book) -> None:
     for cell in book.cells:
         own, base = book.method(cell).settings, book.plan.base(cell.model)
         setup = settings.resolve(finding.find(cell.method.recipe), own, base)[0]
-        every, last = setup.validation.eval_every, setup.training.epochs  # the last epoch is always validated
+        every, last = setup.validation.eval_every, setup.training.epochs_on()  # the last epoch is always validated
         if any(high < last and high - low < every for low, high in pairwise(ends)):
             rungs = f"the rungs at epoch {', '.join(map(str, ends[1:]))}"
             raise UserError(f"{cell.name} validates every {every} epochs (eval_every), too rarely for {rungs}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparring.kernels.native.library import function, plain
+from sparring.kernels.native.vectors import fits
 
 _PANEL = 16  # items
 _WIDEST = 1024  # dimensions whose sums a float32 holds exactly
@@ -38,7 +39,7 @@ class Best(NamedTuple):
 def pack(items: Tensor) -> Packed | None:
     """Prepare item vectors (N, D), all finite, for `rank`."""
     n, d = items.shape
-    if not _fits(items) or not 0 < n < _MOST or not 0 < d <= _WIDEST:
+    if not fits(items) or not 0 < n < _MOST or not 0 < d <= _WIDEST:
         return None
     ranks, measure, kernel = function("ranks", ""), function("norms", "pllp"), function("rank_pack", "ppllldppppp")
     if ranks is None or measure is None or kernel is None or not ranks():
@@ -60,7 +61,7 @@ def rank(
 ) -> Best | None:
     """The k largest inner products of queries (B, D) with items, without seen[start[who] : start[who + 1]]."""
     kernel = function("rank", "ppllllppppppldpppppp")
-    if kernel is None or not _fits(q, items):
+    if kernel is None or not fits(q, items):
         return None
     if len(packed.order) != len(items) or packed.integers.shape[1] != -(-q.shape[1] // 4):
         raise ValueError(f"items of shape {tuple(items.shape)} are not those that were packed")
@@ -93,14 +94,10 @@ def inner_products(q: Tensor, items: Tensor, ids: Tensor) -> Tensor | None:
     """(B, C): the inner products of queries (B, D) with items[ids], summed in float64 and rounded once."""
     kernel = function("inner_products", "ppppllll")
     shapes = q.shape[1] == items.shape[1] and len(q) == len(ids)
-    if kernel is None or not shapes or not _fits(q, items) or not plain(ids):
+    if kernel is None or not shapes or not fits(q, items) or not plain(ids):
         return None
     ids = ids.long().contiguous()
     out = q.new_empty(ids.shape)
     if kernel(q.data_ptr(), items.data_ptr(), ids.data_ptr(), out.data_ptr(), *ids.shape, *items.shape):
         raise IndexError(f"an id is outside the {len(items)} items")
     return out
-
-
-def _fits(*tensors: Tensor) -> bool:
-    return plain(*tensors) and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)

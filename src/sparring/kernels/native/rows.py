@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 
-from torch import Tensor, float32, int64
+from torch import Tensor, int64
 
 from sparring.kernels.native.library import function, plain
+from sparring.kernels.native.vectors import fits
 
 _ADAM = "adam", "ppppplll" + "d" * 6
 _MOST = 1 << 31  # places of a batch are 32-bit numbers
@@ -42,12 +43,7 @@ def adam_rule(
 
 
 def _fits(index: Tensor, *tensors: Tensor) -> bool:
-    return (
-        plain(index, *tensors)
-        and index.dtype == int64
-        and len(index) < _MOST
-        and all(t.dtype == float32 and t.is_contiguous() for t in tensors)
-    )
+    return plain(index) and index.dtype == int64 and len(index) < _MOST and fits(*tensors)
 
 
 def row_adam(
@@ -114,8 +110,7 @@ def adam(
 
 def takes_rows(table: Tensor) -> bool:
     """Whether `adam` applies to a table, so that its gradient need not be dense."""
-    fits = plain(table) and table.dtype == float32 and table.is_contiguous()
-    return fits and function(*_ADAM) is not None
+    return fits(table) and function(*_ADAM) is not None
 
 
 def _check(code: int, table: Tensor) -> None:

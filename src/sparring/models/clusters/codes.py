@@ -11,7 +11,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, one_line
 from sparring.core.files import AnyPath, read_section, write_tensors
 from sparring.data.interactions import Vocabulary
 
@@ -178,7 +178,9 @@ class Codes:
         """Read a file written by `save` or `sparring cluster`."""
         found, meta = read_section(path, "codes")
         ids: Vocabulary | None = None
-        try:
+        with one_line(
+            f"{path} is corrupt", KeyError, TypeError, ValueError, RuntimeError, IndexError, then="cluster again"
+        ):
             if "ids" in found:
                 ids = Vocabulary(found["ids"].numpy())
             elif "length" in found:
@@ -186,10 +188,6 @@ class Codes:
                 starts, whole = ends - found["length"].numpy(), found["text"].numpy().tobytes()
                 ids = Vocabulary([whole[a:b].decode() for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
             return cls(found["primary"], found["secondary"], found["codewords"], int(meta["k_secondary"]), ids)
-        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{path} is corrupt: {first_line(error)}; cluster again") from error
 
 
 def _numbered(labels: Tensor | np.ndarray | pl.Series | Sequence[Any]) -> tuple[Tensor, int]:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from sparring.core.errors import one_line
 from sparring.core.extras import optional
 from sparring.serving.export.conditions import Dialect, Where
-from sparring.serving.export.store import Found, asking, check_columns, denied
+from sparring.serving.export.store import Found, check_columns, denied
 
 _BATCH = 10_000
 _INDEXED = 100_000  # rows from which on an approximate index is built
@@ -48,7 +49,7 @@ class LanceItems:
         os.environ.setdefault("LANCE_LOG", "error")
         client = optional("lancedb", "lancedb", "LanceDB")
         self.name, self.schema = table, schema
-        with asking(f"cannot open table {table!r} of LanceDB at {address}", Exception):  # it raises many kinds
+        with one_line(f"cannot open table {table!r} of LanceDB at {address}", Exception):  # it raises many kinds
             arrow = pl.DataFrame(schema=schema).to_arrow(compat_level=pl.CompatLevel.oldest()).schema
             self._table = client.connect(address).create_table(table, schema=arrow, exist_ok=True)
         found = {field.name: str(field.type).replace("large_", "") for field in self._table.schema}
@@ -93,4 +94,4 @@ class LanceItems:
         """Nothing: LanceDB keeps no connection."""
 
     def _asking(self, what: str) -> Any:
-        return asking(f"LanceDB could not {what} in {self.name!r}", Exception)
+        return one_line(f"LanceDB could not {what} in {self.name!r}", Exception)

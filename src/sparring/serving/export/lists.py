@@ -13,9 +13,9 @@ import torch
 from polars.io.plugins import register_io_source
 
 from sparring.core import files
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, one_line
 from sparring.core.locks import writing
-from sparring.data.remote import place_of, write_errors
+from sparring.data.remote import place_of
 from sparring.serving.index.searchable import Searchable
 from sparring.training.trained import How, Trained
 
@@ -81,7 +81,7 @@ def write_lists(
     schema = {"query": queries.dtype, "rank": pl.Int32, "item": items.dtype, "score": pl.Float32}
     csv = str(path).lower().endswith(".csv")
     if isinstance(path, str):
-        with write_errors(path):
+        with one_line(f"cannot write {path}", OSError, pl.exceptions.PolarsError):
             _stream(tables, schema, str(place_of(path)), csv, block * k)
         return total
     with writing(path):

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, one_line
 from sparring.core.extras import optional
 from sparring.serving.export.conditions import Dialect, Where
 from sparring.serving.export.rows import TIME, payloads, vector_lists
-from sparring.serving.export.store import Found, asking, check_columns, column_types, denied
+from sparring.serving.export.store import Found, check_columns, column_types, denied
 
 _TEXT_ID, _TEXT, _LIST = 512, 65_535, 4096  # bytes of a text id and of a text, values of a list
 _BATCH = 1000
@@ -48,7 +48,7 @@ class MilvusItems:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._milvus, self.name, self.schema = client, table, schema
         self._columns = column_types(schema, _KINDS, "ARRAY {}")
-        with asking(f"cannot open collection {table!r} of Milvus at {address}", Exception):  # it raises many kinds
+        with one_line(f"cannot open collection {table!r} of Milvus at {address}", Exception):  # it raises many kinds
             self._client = client.MilvusClient(uri=address, token=os.environ.get("MILVUS_TOKEN", ""))
             if not self._client.has_collection(table):
                 self._create()
@@ -134,4 +134,4 @@ class MilvusItems:
         self._client.close()
 
     def _asking(self, what: str) -> Any:
-        return asking(f"Milvus could not {what} in {self.name!r}", self._milvus.MilvusException)
+        return one_line(f"Milvus could not {what} in {self.name!r}", self._milvus.MilvusException)

@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.extras import optional
+from sparring.core.part import n_ids
 from sparring.models.histories import HistoryTower
 from sparring.models.low_rank_ease import LowRankEase
 from sparring.models.parts import Categories, Concat, Dense, Perceptron, Sum, Tags
 from sparring.models.retriever import NORM_EPS, Retriever
-from sparring.models.towers import IdTower, count_of
+from sparring.models.towers import IdTower
 from sparring.training.trained import Trained
 
 _OPSET, _VERSION = 18, 10  # operators and file format; ONNX Runtime 1.19 and later read them
@@ -45,7 +47,8 @@ def write_onnx(trained: Trained, folder: Path) -> tuple[list[Path], list[str]]:
 
         files, unsupported = write_onnx(load("runs/first"), Path("onnx"))
     """
-    require_onnx()
+    for module in ("onnx", "onnxruntime"):
+        optional(module, "onnx", "the format ONNX")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give a folder for the towers")
     model, paths, unsupported = trained.model, [], []
@@ -238,7 +241,7 @@ def _sample(model: Retriever, side: str) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(tower, HistoryTower):
             given = _histories(tower)
             return given.numpy(), model.encode_histories(given).float().numpy()
-        n = model.n_items if side == "item" else count_of(tower)
+        n = model.n_items if side == "item" else n_ids(tower)
         assert n is not None
         ids = torch.from_numpy(np.unique(np.linspace(0, n - 1, min(n, _CHECKED)).astype(np.int64)))
         encode = model.encode_items if side == "item" else model.encode_queries
@@ -253,16 +256,6 @@ def _histories(tower: HistoryTower) -> Tensor:
     items = tower.items[at.clamp(min=0)].long() if longest else at
     items = items.masked_fill(at < tower.start[rows].unsqueeze(1), -1)
     return torch.cat([items, torch.full((1, items.shape[1]), -1)])
-
-
-def require_onnx() -> None:
-    """UserError that names the extra if ONNX or its runtime is missing."""
-    try:
-        import onnx
-        import onnxruntime  # noqa: F401
-    except ImportError as error:
-        raise UserError('ONNX files need onnx and onnxruntime: pip install "sparring[onnx]"') from error
-    del onnx
 
 
 class Graph:

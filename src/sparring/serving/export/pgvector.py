@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from sparring.core.errors import one_line
 from sparring.core.extras import optional
 from sparring.serving.export.conditions import Dialect, Where
 from sparring.serving.export.rows import TIME, vector_text
-from sparring.serving.export.store import Found, asking, check_columns, column_types, denied
+from sparring.serving.export.store import Found, check_columns, column_types, denied
 
 _MOST_INDEXED = 2000  # dimensions: the limit of hnsw in pgvector
 _KINDS = {
@@ -38,7 +39,7 @@ class PostgresItems:
         self._psycopg: Any = optional("psycopg", "pgvector", "PostgreSQL")
         self._sql, self.schema = self._psycopg.sql, schema
         self.shown, self.table = table, self._sql.Identifier(*table.split("."))
-        with asking("cannot reach PostgreSQL", self._psycopg.Error):
+        with one_line("cannot reach PostgreSQL", self._psycopg.Error):
             self._connection: Any = self._psycopg.connect(address, autocommit=True)
         try:
             self._create()
@@ -139,4 +140,4 @@ class PostgresItems:
         return self._connection.execute(self._sql.SQL(text).format(*names))
 
     def _asking(self, what: str) -> Any:
-        return asking(f"PostgreSQL could not {what} table {self.shown!r}", self._psycopg.Error)
+        return one_line(f"PostgreSQL could not {what} table {self.shown!r}", self._psycopg.Error)

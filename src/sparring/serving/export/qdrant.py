@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, one_line
 from sparring.core.extras import optional
 from sparring.serving.export.conditions import Where, checked, no_substrings
 from sparring.serving.export.rows import TIME, payloads, vector_lists
-from sparring.serving.export.store import Found, asking, check_columns, column_types, denied
+from sparring.serving.export.store import Found, check_columns, column_types, denied
 
 _BATCH = 1000
 _INDEXES = {pl.Boolean: "bool", pl.Int64: "integer", pl.Float64: "float", pl.String: "keyword", TIME: "datetime"}
@@ -41,7 +41,7 @@ class QdrantItems:
         self._served = "://" in address
         key = os.environ.get("QDRANT_API_KEY")
         where = {"url": address, "api_key": key, "check_compatibility": False} if self._served else {"path": address}
-        with asking(f"cannot open collection {table!r} of Qdrant at {address}", Exception):  # it raises many kinds
+        with one_line(f"cannot open collection {table!r} of Qdrant at {address}", Exception):  # it raises many kinds
             self._client = client.QdrantClient(**({"location": address} if address == ":memory:" else where))
             try:
                 self._create()
@@ -139,7 +139,7 @@ class QdrantItems:
 
     def _asking(self, what: str) -> Any:
         warnings.filterwarnings("ignore", "Local mode is not recommended", UserWarning)
-        return asking(f"Qdrant could not {what} in {self.name!r}", Exception)
+        return one_line(f"Qdrant could not {what} in {self.name!r}", Exception)
 
 
 def point(id: int | str) -> int | str:

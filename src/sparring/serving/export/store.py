@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import polars as pl
 
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError
 from sparring.serving.export.conditions import Where
 
 Found = list[list[tuple[Any, float]]]  # (id, score) of each query's items, best first
@@ -37,17 +36,6 @@ class Store(Protocol):
         """The k best rows for each query (B, D) that meet all conditions and are not among its denied ids."""
 
     def close(self) -> None: ...
-
-
-@contextmanager
-def asking(what: str, *kinds: type[BaseException]) -> Iterator[None]:
-    """Turn errors of a store into UserError with one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except kinds as error:
-        raise UserError(f"{what}: {first_line(error)}") from error
 
 
 def check_columns(table: str, found: Mapping[str, str], expected: Mapping[str, str]) -> None:

@@ -177,7 +177,7 @@ class Searcher:
             scores, items, figures = index.search_sources(q, first.k, exclude, allow, first.deny)
             _set_sources(batch, figures)
         else:
-            search = index.similar if first.similar and isinstance(index, StagedItems) else index.search
+            search = index.towers.search if first.similar and isinstance(index, StagedItems) else index.search
             scores, items = search(q, first.k, exclude, allow, first.deny)
         with self._wake:
             self.batches += 1

@@ -25,7 +25,6 @@ from sparring.serving.index.run_index import (
     cut_as_indexed,
     has_index,
     open_index,
-    open_lists,
     open_staged,
     ranking_of,
 )
@@ -330,15 +329,9 @@ def _with_lists(trained: Trained) -> Trained:
     """A run with each of its item-item matrices cut to the neighbours in its index, and vectors to its dimensions."""
     model = trained.model
     if isinstance(model, Sources):
-        sources = [replace(each, model=_cut(each.model, each.folder)) for each in model.sources]
+        sources = [replace(each, model=cut_as_indexed(each.model, each.folder)) for each in model.sources]
         return replace(trained, model=Sources(sources, model.by, model.weights.tolist(), model.depth).eval())
-    return replace(trained, model=_cut(model, trained.folder))
-
-
-def _cut(model: Retriever, folder: Path) -> Retriever:
-    if model.scores_items:
-        return open_lists(model, folder)[0] if has_index(folder) else model
-    return cut_as_indexed(model, folder)
+    return replace(trained, model=cut_as_indexed(model, trained.folder))
 
 
 def _index(model: Retriever, folder: Path, novelty: float, notes: list[str]) -> Index | ScoredItems:

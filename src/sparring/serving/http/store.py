@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 import xxhash
 
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, first_line, one_line
 from sparring.core.locks import HeldError, Lock
 from sparring.core.manifest import Problem
 from sparring.serving.http.schema import RequestError
@@ -78,15 +78,13 @@ class Store:
         self.sequence = self.last()
 
     def _opened(self) -> sqlite3.Connection:
-        try:
+        with one_line(f"{self.path} cannot be opened", sqlite3.Error, UnicodeDecodeError, then=_ADVICE):
             db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=FULL")
             if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 db.executescript(f"BEGIN; {_TABLES} COMMIT;")
             problems = _structure(db)
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            raise UserError(f"{self.path} cannot be opened: {first_line(error)}; {_ADVICE}") from error
         if problems:
             db.close()
             raise UserError(f"{self.path} is corrupt: {problems[0]}; {_ADVICE}")
@@ -142,10 +140,8 @@ class Store:
 
     def _rows(self, query: str, *given: str | int) -> list[tuple[Any, ...]]:
         """The rows that a query finds, without their hashes, which must match."""
-        try:
+        with one_line(f"{self.path} cannot be read", sqlite3.Error, then=_ADVICE):
             rows = self._db.execute(query, given).fetchall()
-        except sqlite3.Error as error:
-            raise UserError(f"{self.path} cannot be read: {first_line(error)}; {_ADVICE}") from error
         for row in rows:
             if row_hash(row[:-1]) != row[-1]:
                 name = str(row[0])[:80]

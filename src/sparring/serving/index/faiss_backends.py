@@ -19,6 +19,7 @@ import numpy as np
 
 from sparring.core.choices import INDEX_KINDS as KINDS
 from sparring.core.errors import UserError, first_line
+from sparring.core.extras import optional
 
 GRAPHS = ("hnsw", "cagra")
 _LINKS = 32  # neighbours of a graph node; twice as many on the lowest level
@@ -40,11 +41,7 @@ class Effort:
 
 def require_faiss() -> Any:
     """The module faiss; UserError names the missing extra."""
-    try:
-        import faiss
-    except ImportError as error:
-        raise UserError('an approximate index needs FAISS: pip install "sparring[serve]"') from error
-    return faiss
+    return optional("faiss", "serve", "an approximate index")
 
 
 def cagra_problem() -> str | None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from sparring.core import files as disk
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, first_line, one_line
 from sparring.core.manifest import (
     HashProgress,
     Manifest,
@@ -109,15 +109,11 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} contains no index: build one with `sparring index`")
     disk.check_folder(folder)
     meta = read_sealed(path, _ADVICE)
-    try:
+    with one_line(f"{path} is corrupt", KeyError, TypeError, AttributeError, then=_ADVICE):
         known = meta["format"] == FORMAT and meta["kind"] in (*KINDS, LISTS)
         Effort(**meta["effort"])
         complete = {"vectors", "ids"} <= meta["files"].keys()
         complete &= all({"name", "bytes", "hash"} <= entry.keys() for entry in meta["files"].values())
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is corrupt: {first_line(error)}; build the index again with `sparring index`"
-        ) from error
     needed = {"exact": "ids", LISTS: "neighbours"}.get(meta["kind"], "ann")
     if not known or not complete or needed not in meta["files"]:
         raise UserError(f"{path} is not an index that this version can read: build it again with `sparring index`")

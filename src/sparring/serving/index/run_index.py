@@ -138,8 +138,12 @@ def has_index(run: Path) -> bool:
 
 
 def cut_as_indexed(model: Retriever, run: Path) -> Retriever:
-    """The model with the dimensions that the index of its run has."""
-    cut = index_files.read_meta(run / FOLDER).get("cut") if has_index(run) else None
+    """The model with what the index of its run has: the dimensions of its vectors, or an item's neighbours."""
+    if not has_index(run):
+        return model
+    if model.scores_items:
+        return open_lists(model, run)
+    cut = index_files.read_meta(run / FOLDER).get("cut")
     return model if cut is None else model.cut(int(cut))
 
 
@@ -159,14 +163,14 @@ def ranking_of(trained: Trained, asked: How | None = None) -> How:
     return trained.how(indexed)
 
 
-def open_staged(trained: Trained, how: Literal["classifiers", "fused"], check: bool = True) -> StagedItems:
+def open_staged(trained: Trained, how: Literal["classifiers", "fused"]) -> StagedItems:
     """The items of a run by its classifiers or by both fused: through its index, without one exactly."""
     assert trained.fused is not None
     run, towers = trained.folder, trained.item_vectors().float().cpu()
     if not has_index(run):
         vectors = listing_vectors(towers, trained.fused, how)
         return StagedItems(Index(vectors, np.arange(len(vectors))), towers, trained.fused, how)
-    index, n = open_index(run, check, trained.novelty, how), len(towers)
+    index, n = open_index(run, novelty=trained.novelty, ranking=how), len(towers)
     rows = np.unique(np.linspace(0, n - 1, min(n, _PROBES)).astype(np.int64))
     truth = listing_vectors(towers, trained.fused, how, torch.from_numpy(rows))
     fits = index.vectors.shape == towers.shape and np.allclose(truth, index.vectors[rows], rtol=1e-3, atol=1e-4)
@@ -176,15 +180,15 @@ def open_staged(trained: Trained, how: Literal["classifiers", "fused"], check: b
     return StagedItems(index, towers, trained.fused, how)
 
 
-def open_lists(model: Retriever, run: Path, check: bool = True) -> tuple[Retriever, dict[str, Any]]:
-    """The item-item matrix of a run, cut to the neighbours in its index, and index.json."""
+def open_lists(model: Retriever, run: Path) -> Retriever:
+    """The item-item matrix of a run, cut to the neighbours in its index."""
     files.check_folder(run)
-    stored = index_files.read(run / FOLDER, check)
+    stored = index_files.read(run / FOLDER)
     _check_model(stored.meta, run)
     if stored.neighbours is None or len(stored.ids) != model.n_items:
         raise UserError(f"{run / FOLDER} does not hold the neighbours of {model.n_items:,} items: build it again")
     weight, items = (torch.from_numpy(np.array(each)) for each in (stored.vectors, stored.neighbours))
-    return from_lists(model, weight, items), stored.meta
+    return from_lists(model, weight, items)
 
 
 def open_index(run: str | Path, check: bool = True, novelty: float | None = None, ranking: How = "towers") -> Index:

@@ -20,7 +20,7 @@ class StagedItems:
 
     `Searchable`, with additions; queries and added items are vectors of the towers. `listing` indexes the classifiers,
     or for the fused ranking the vectors of its shortlist, whose items are then scored exactly: with an exact listing
-    the lists are those of `Fused.lists`. `towers` (N, D) are the item vectors; they answer `similar`, exactly.
+    the lists are those of `Fused.lists`. `towers` (N, D) are the item vectors; they find similar items, exactly.
 
     An added item has no classifier. It gets the one that training starts from, its vector by the towers, and counts as
     one of the rarest items.
@@ -102,17 +102,6 @@ class StagedItems:
         items, clf, knn = self._scored(asked, torch.from_numpy(found[1]))
         scores, items = in_order(self.fused.scores(items, clf, knn), items, k)
         return scores.numpy(), items.numpy()
-
-    def similar(
-        self,
-        q: np.ndarray,
-        k: int,
-        exclude: Lists | None = None,
-        allow: np.ndarray | None = None,
-        deny: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """`search` by the towers alone, for items as queries."""
-        return self.towers.search(q, k, exclude, allow, deny)
 
     def _scored(self, q: Tensor, items: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Listed items (B, n) with their scores by classifiers and towers; -1 for one that was removed meanwhile."""
