@@ -2,10 +2,11 @@
 
     python benchmarks/default_quality.py --data amazon_beauty --data tafeng --device cuda
     python benchmarks/default_quality.py --data ml1m_mm --run default --run ease,lam=1000 --split leave-last-out
+    python benchmarks/default_quality.py --data tafeng --run recent --run default --split temporal
 
 Everything is chosen by NDCG@20 on the validation part: the epoch, the temperature of `default`, lambda of EASE, alpha
-and reg of iALS. Training and validation pairs are left out of the test lists. Each run is one line of JSON; the ratio
-to the best of the other runs comes last. LightGCN's Gowalla keeps its own test part.
+and reg of iALS, the half-life of recent popularity. Training and validation pairs are left out of the test lists. Each
+run is one line of JSON; the ratio to the best of the other runs comes last. LightGCN's Gowalla keeps its own test part.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sparring import Split, build, fit, read, split
 
 RUNS = ["popularity", "ease", "ials,dim=64", "ials,dim=256", "default"]
 GRIDS: dict[str, dict[str, list[float]]] = {
+    "recent": {"half_life": [0.3, 0.1, 0.03, 0.01]},
     "ease": {"lam": [30, 100, 300, 1000, 3000]},
     "ials": {"alpha": [0.03, 0.1, 0.3, 1], "reg": [0.001, 0.003, 0.01]},
 }
@@ -59,7 +61,12 @@ def best_of(run: str, parts: Split, device: str) -> dict[str, Any]:
     began = time.perf_counter()
     for values in product(*grid.values()):
         chosen = dict(zip(grid, values, strict=True))
-        fitted = fit(build(recipe, parts.train, fixed | chosen), parts, device=device, k=(20,))
+        fitted = fit(
+            build("popularity" if recipe == "recent" else recipe, parts.train, fixed | chosen),
+            parts,
+            device=device,
+            k=(20,),
+        )
         valid = max(record["ndcg@20"] for record in fitted.history if "ndcg@20" in record)
         if not best or valid > best["valid"]:
             assert fitted.test is not None
