@@ -96,6 +96,21 @@ def test_recent_demand_is_followed_and_newcomers_get_it(parts: Split) -> None:
     assert gain[new].mean() > 0.05
 
 
+@pytest.mark.parametrize(("model", "rows"), [("sasrec", "sequences"), ("sets", "sets")])
+def test_newcomers_of_any_recipe_get_what_is_taken_most(parts: Split, model: str, rows: str) -> None:
+    """No trained query is nearer to the counts of the items than the vector of newcomers, which no step trains."""
+    changes = {"dim": 8, "epochs": 2, "tau": 0.2, "rows": rows}
+    fitted = fit(build("full_softmax", parts.train, changes, model=model), parts, k=(10,), device="cpu")
+    assert fitted.trend is None
+    trained = fitted.run.model
+    share = torch.from_numpy(parts.joined().train.counts()).float()
+    known = trained.query_vectors(torch.unique(parts.train.pairs()[0]).long())
+    newcomer = trained.encode_histories(torch.full((1, 3), -1)).detach()
+    scores = torch.cat([newcomer, known]) @ trained.item_vectors().T / 0.2
+    losses = -(torch.log_softmax(scores, 1) @ (share / share.sum()))
+    assert float(losses[0]) < float(losses[1:].min())
+
+
 def test_a_run_is_saved_loaded_and_resumed_with_it(parts: Split, tmp_path: Path) -> None:
     """The folder's model has the test metrics, and those of validation once it forgets that part."""
     folder = tmp_path / "run"

@@ -45,7 +45,7 @@ from sparring.training.stages import classifier_run, fuse
 from sparring.training.step import check_rows
 from sparring.training.temperature import choose_tau, with_tau
 from sparring.training.trained import TrainedModel, load
-from sparring.training.trend import TrendChoice, add_trend
+from sparring.training.trend import TrendChoice, add_trend, has_newcomers
 from sparring.training.warm_start import warm_start
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
@@ -326,7 +326,8 @@ def _completed(trainer: Trainer, selection: Fitted | None) -> tuple[Run, ClosedF
     if run.closed_form:
         pairs = split.train.positives().to(trainer.device)
         model, closed = add_closed_form(model, pairs, run.closed_form, closed, rank, select, seed, ranks)
-    if run.trend:
+    if (run.trend or has_newcomers(run)) and model.item_shard() is None:
+        trend = trend if run.trend else TrendChoice()
         tau = float(run.temperature(torch.zeros(1, dtype=torch.long, device=trainer.device)))
         model, trend = add_trend(model, split, tau, trend, rank, select, ranks)
     if model is run.model:
@@ -339,7 +340,7 @@ def _completed(trainer: Trainer, selection: Fitted | None) -> tuple[Run, ClosedF
     if folder is not None and ranks.rank == 0:
         trainer.checkpoints.write_model(model, state.best_epoch)
         trainer.checkpoints.write_metrics(state.history)
-    return replace(run, model=model), closed, trend
+    return replace(run, model=model), closed, trend if run.trend else None
 
 
 def _builder(

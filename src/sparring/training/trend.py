@@ -16,6 +16,7 @@ from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
 from sparring.models.sequences import SequenceTower
 from sparring.models.trend import Trend, count
+from sparring.recipes.run import Run
 from sparring.training.closed_form import FEW, QUERIES, Rank, ahead
 from sparring.training.peak import peak
 
@@ -35,6 +36,12 @@ class TrendChoice:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def has_newcomers(run: Run) -> bool:
+    """Whether no step trains the vector of a query without a history: sets and sequences predict from items alone."""
+    own = isinstance(run.model.query, HistoryTower | SequenceTower)
+    return own and run.solver is None and run.setup.batches.rows in ("sets", "sequences")
 
 
 def add_trend(
