@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from sparring import split as split_data
 from sparring.cli import main
 from sparring.data import Interactions, Split, make_world
 from sparring.evaluation.ranking import Evaluation, evaluate
@@ -19,7 +20,15 @@ from sparring.evaluation.tfidf import TfIdf
 from sparring.recipes.settings import build
 from sparring.serving.checking import check
 from sparring.training import baselines as module
-from sparring.training.baselines import PERSONAL, baselines, behind, expected_seconds, headline, text_columns
+from sparring.training.baselines import (
+    HALF_LIVES,
+    PERSONAL,
+    baselines,
+    behind,
+    expected_seconds,
+    headline,
+    text_columns,
+)
 from sparring.training.fitting import fit
 from support.settings import QUICK, quick_words
 from support.texts import text_parts
@@ -84,6 +93,37 @@ def test_popularity_counts(parts: Split) -> None:
         relevant = set(test.items[test.queries == query].tolist())
         values.append(len(relevant & set(best)) / len(relevant))
     assert beside(parts)["popularity"].metrics["recall@10"] == pytest.approx(np.mean(values))
+
+
+def test_recent_popularity_stands_beside_runs_on_later_parts() -> None:
+    """Its half-life is the best on the validation part; lists are made by sorting counts that halve with age."""
+    world = make_world(queries=200, items=60, seed=1).interactions
+    time = np.random.default_rng(0).integers(0, 10_000, len(world))
+    drawn = np.random.default_rng(1).normal(time / 10_000 * world.n_items, 6.0)
+    items = np.clip(drawn, 0, world.n_items - 1).astype(world.items.dtype)
+    order = np.lexsort((time, items, world.queries))
+    split = split_data(replace(world, items=items[order], time=time[order]), "temporal", valid=0.2, test=0.2)
+
+    def figure(share: float, part: str) -> float:
+        assert split.train.time is not None
+        age = (split.train.time.max() - split.train.time) / np.ptp(split.train.time)
+        counts = np.bincount(split.train.items, 0.5 ** (age / share), world.n_items)
+        best = np.argsort(-counts, kind="stable")
+        seen, pairs = split.seen_for(part), getattr(split, part)
+        found = []
+        for query in np.unique(pairs.queries):
+            taken = seen.items[seen.start[query] : seen.start[query + 1]].tolist()
+            listed = [item for item in best if counts[item] and item not in taken][:10]
+            relevant = set(pairs.items[pairs.queries == query].tolist())
+            gains = sum(1 / np.log2(place + 2) for place, item in enumerate(listed) if item in relevant)
+            found.append(gains / sum(1 / np.log2(place + 2) for place in range(min(len(relevant), 10))))
+        return float(np.mean(found))
+
+    chosen = max(HALF_LIVES, key=lambda share: figure(share, "valid"))
+    found = beside(split)
+    assert found["recent popularity"].metrics["ndcg@10"] == pytest.approx(figure(chosen, "test"))
+    assert found["recent popularity"].metrics["ndcg@10"] > 1.2 * found["popularity"].metrics["ndcg@10"]
+    assert "recent popularity" not in beside(split_data(split.joined().train, "random", valid=0.2, test=0.2))
 
 
 def test_own_recipe_and_excluded_ones_are_left_out(parts: Split) -> None:

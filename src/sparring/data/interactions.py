@@ -292,6 +292,11 @@ class Split:
         np.maximum.at(last, train.queries, train.time.astype(np.float64))
         return bool((valid.time.astype(np.float64) >= last[valid.queries]).mean() > 0.95)
 
+    @property
+    def timed(self) -> bool:
+        """Whether that order is one of times that queries share, not of positions within a query."""
+        return self.ordered and not self.train.is_order
+
     def seen_for(self, part: str) -> Positives:
         """The pairs masked when `part` is ranked: those before it and hidden ones; none where repeats are kept."""
         before = self.before(part)

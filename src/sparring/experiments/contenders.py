@@ -152,7 +152,7 @@ class Facts:
             len(train),
             float(trained[np.unique(valid.queries)].mean()),
             split.ordered,
-            split.ordered and not train.is_order,
+            split.timed,
             has_texts(train, "query") and has_texts(train, "item"),
             () if table is None else tuple(table.columns),
             _no_square(train.n_items, device),

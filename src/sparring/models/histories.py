@@ -155,9 +155,9 @@ class HistoryTower(PastReader):
         q_u = sum_j a_j x_j,   a_j = 1 (sum), 1 / n (mean)
                                a = softmax_j(c . tanh(A x_j + b) + recency_age(j)) (attention)
 
-    x_j are vectors of the tower `item`: the Retriever's item tower, or a separate table. A query without history gets a
-    learned vector. There is no vector per query, so `encode_history` serves users who arrive after training. Attention
-    starts as the mean (c = 0).
+    x_j are vectors of the tower `item`: the Retriever's item tower, or a separate table. A query without history has a
+    vector of its own: learned where steps predict first items, else fitted after training (trend.py). There is no
+    vector per query, so `encode_history` serves users who arrive after training. Attention starts as the mean (c = 0).
 
         HistoryTower(item_tower, histories(train), last=50)(query_ids, Before(places))
 

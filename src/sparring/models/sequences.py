@@ -20,8 +20,8 @@ class SequenceTower(PastReader):
 
     `item` is the tower that items are compared with, or a separate table. A position counts from the newest item
     backwards: the newest has the last of `last` positions, in training the newest that predicts another. A block
-    (attention.py) is called with x, who may read whom, positions and times. A query without history gets a learned
-    vector.
+    (attention.py) is called with x, who may read whom, positions and times. A query without history has a vector of
+    its own, which no step trains: it is fitted after training (trend.py).
 
         SequenceTower(item, histories(train), 50, [SasRecBlock(64, 1, 0.2)])(query_ids)
 

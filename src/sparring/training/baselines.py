@@ -1,4 +1,4 @@
-"""Baselines beside a run: popularity, and the best cheap one that knows the query, on the same part and items.
+"""Baselines beside a run: popularity, also recent, and the best cheap one that knows the query, on the same part.
 
 A model that a count of interactions beats should not be served, so its figure never stands alone. Baselines are the
 recipes of recipes/baselines.py, trained and ranked as `fit` trains and ranks them; for texts there is TF-IDF as well,
@@ -32,6 +32,7 @@ SWEEPS = 4  # of ials: it starts from an SVD
 PERSONAL: dict[str, dict[str, object]] = {"ease": {}, "ials": {"epochs": SWEEPS, "eval_every": SWEEPS}, "item_knn": {}}
 SHARE, SPARE = 0.1, 5.0  # they may take this share of the training time, and so many seconds more
 WORDS, WORDS_SPARE = "tf-idf", 30.0  # TF-IDF may take so many seconds more: runs over texts train for minutes
+RECENT, HALF_LIVES = "recent popularity", (0.3, 0.1, 0.03, 0.01)  # shares of the time span
 TIE = 0.99  # a run with this share of a baseline's figure is not called behind
 _GPU = 100.0  # times as fast as two CPU threads
 log = logging.getLogger(__name__)
@@ -57,7 +58,8 @@ def baselines(
 
     All are solved on the training part. The personalised one is the best by `select` on the validation part, among
     those of `personal` that fit into SHARE of the training's `seconds` and SPARE seconds more; sizes decide that in
-    advance. Without a validation part it is the first that fits. Recipes in `apart` are left out.
+    advance. Without a validation part it is the first that fits. Recipes in `apart` are left out. Where the validation
+    part is later than the training part, recent popularity stands beside popularity; validation chooses its half-life.
 
         baselines(split, split.test, lambda model, listed: evaluate(model, split.test, seen, among=listed), device)
     """
@@ -66,6 +68,10 @@ def baselines(
         with _noted("popularity"):
             model, listed, _ = _solved("popularity", Split(split.train), device, select, seed)  # nothing to choose
             found["popularity"] = rank(model, listed)
+        if split.timed:
+            with _noted(RECENT):
+                tried = [_solved("popularity", split, device, select, seed, half_life=share) for share in HALF_LIVES]
+                found[RECENT] = rank(*max(tried, key=lambda each: each[2])[:2])
     if texts is not None:
         expected = 2e-8 * len(np.unique(ranked.queries)) * split.train.n_items
         if expected > SHARE * seconds + WORDS_SPARE:
@@ -118,6 +124,7 @@ def behind(metric: str, own: float, others: Mapping[str, float]) -> list[str]:
     """A line for each baseline that does better than a run, by more than a hundredth."""
     advice = {
         "popularity": "a list of the most popular items would serve better than this run",
+        RECENT: "a list of what is taken most lately would serve better than this run",
         WORDS: "the words that texts share, without training, would serve better than this run",
     }
     return [
@@ -148,10 +155,10 @@ def _tf_idf(split: Split, columns: Columns) -> TfIdf:
 
 
 def _solved(
-    name: str, split: Split, device: torch.device, select: str, seed: int
+    name: str, split: Split, device: torch.device, select: str, seed: int, **arguments: object
 ) -> tuple[Retriever, Tensor | None, float]:
     """A baseline's model, the items that it may list, and its validation metric; -inf without a validation part."""
-    run = build(name, split.train, {**PERSONAL.get(name, {}), "select": select, "seed": seed})
+    run = build(name, split.train, {**PERSONAL.get(name, {}), "select": select, "seed": seed, **arguments})
     trainer = Trainer(run, Split(split.train, split.valid), device, None, TrainingProgress())
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest")

@@ -69,9 +69,8 @@ def add_trend(
         return other.eval()
 
     if choice is None:
-        chooses = rank is not None and split.ordered and split.train.time is not None and not split.train.is_order
         choice = TrendChoice()
-        if chooses and rank is not None and model.item_bias is not None:
+        if split.timed and rank is not None and model.item_bias is not None:
             choice = _choose(following, rank, select)
     return following(choice), choice
 
