@@ -101,9 +101,14 @@ class Retriever(nn.Module):
         vectors = self._scaled(self.item(ids))
         more = [] if self.closed_form is None else [self.closed_form.items(ids)]
         if self.item_bias is not None:
-            bias = self.item_bias(ids)
-            more.append(bias if self.trend is None else bias + self.trend.shift[ids].unsqueeze(-1))
+            more.append(self.biases(ids))
         return torch.cat([vectors, *(each.to(vectors.dtype) for each in more)], -1) if more else vectors
+
+    def biases(self, ids: Tensor) -> Tensor:
+        """Biases of items (..., 1), a trend included."""
+        assert self.item_bias is not None
+        bias: Tensor = self.item_bias(ids)
+        return bias if self.trend is None else bias + self.trend.shift[ids].unsqueeze(-1)
 
     def _unit_items(self, ids: Tensor) -> Tensor | None:
         """The same from tables in one pass, if a native kernel can do that."""

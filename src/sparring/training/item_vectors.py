@@ -37,7 +37,7 @@ def item_vectors(model: Retriever, folder: Path) -> Tensor:
     if model.item_bias is not None:
         vectors = item_vectors(model.with_bias(None), folder)
         with torch.no_grad():
-            biases: Tensor = model.item_bias(torch.arange(model.n_items, device=model.device))
+            biases = model.biases(torch.arange(model.n_items, device=model.device))
         return torch.cat([vectors, biases.to(vectors)], 1)
     key = _key(folder)
     path = folder / _FOLDER / f"items-{key}.safetensors"

@@ -77,7 +77,7 @@ class ItemPlacer:
             if model.closed_form is not None:
                 vector = torch.cat([vector, torch.zeros(model.closed_form.dim)])
             if model.item_bias is not None:
-                vector = torch.cat([vector, model.item_bias(torch.arange(model.n_items)).mean(0)])
+                vector = torch.cat([vector, model.biases(torch.arange(model.n_items)).mean(0)])
         return vector.float().numpy()
 
 
