@@ -111,6 +111,8 @@ def test_errors_of_the_library_name_no_options(trained: dict[str, runs.Trained])
         assert "--" not in str(caught.value)
     with pytest.raises(UserError, match=r"'nobody' is not in the training data.*history"):
         run.recommend("nobody")
+    with pytest.raises(UserError, match=r"query 1000000 is not in the training data"):
+        run.recommend(np.array([10**6]))  # a number of numpy is named as any other
 
 
 def test_the_command_says_how_a_history_was_read(

@@ -284,8 +284,9 @@ class Trained(TrainedModel):
 
 
 def _listed(ids: Sequence[object] | str | int) -> list[object]:
-    """Ids as a list; a single id is a list of one."""
-    return [ids] if isinstance(ids, (str, int, np.integer)) else list(ids)
+    """Ids as a list, those of numpy as Python's; a single id is a list of one."""
+    found = [ids] if isinstance(ids, (str, int, np.integer)) else ids
+    return [each.item() if isinstance(each, np.generic) else each for each in found]
 
 
 def _first_few(ids: Sequence[object], which: np.ndarray) -> str:
