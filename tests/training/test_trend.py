@@ -16,11 +16,10 @@ from sparring.data import Split
 from sparring.data.synthetic_world import make_world
 from sparring.evaluation import evaluate
 from sparring.models.retriever import Retriever
-from sparring.models.trend import know
 from sparring.recipes.run import Run
 from sparring.serving.export import write_onnx
 from sparring.training.closed_form import FEW, QUERIES
-from sparring.training.trend import HALF_LIVES, WEIGHTS, TrendChoice, add_trend
+from sparring.training.trend import HALF_LIVES, WEIGHTS, TrendChoice, add_trend, know
 
 SMALL = {"dim": 8, "epochs": 3, "eval_every": 1, "tau": 0.2, "select": "ndcg@10", "n": 64, "closed_form": 0}
 

@@ -295,8 +295,8 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> _Task:
     import numpy as np
 
     from sparring.data.fingerprints import fingerprint
-    from sparring.models.trend import know
     from sparring.training.folder import SELECTION
+    from sparring.training.trend import know
 
     record = trained.meta.get("source") or {}
     same = record and fingerprint(data) == record.get("fingerprint")

@@ -28,7 +28,6 @@ from sparring.evaluation.metrics import PROPENSITY_METRICS, parse
 from sparring.evaluation.ranking import Encoder, Evaluation, Lister, evaluate
 from sparring.evaluation.tfidf import TfIdf
 from sparring.models.retriever import Retriever
-from sparring.models.trend import count
 from sparring.recipes import finding, settings
 from sparring.recipes.run import Run
 from sparring.recipes.setup import flat
@@ -45,7 +44,7 @@ from sparring.training.stages import classifier_run, fuse
 from sparring.training.step import check_rows
 from sparring.training.temperature import choose_tau, with_tau
 from sparring.training.trained import TrainedModel, load
-from sparring.training.trend import TrendChoice, add_trend, has_newcomers
+from sparring.training.trend import TrendChoice, add_trend, count, has_newcomers
 from sparring.training.warm_start import warm_start
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")

@@ -26,7 +26,6 @@ from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.metrics import parse
 from sparring.evaluation.ranking import Evaluation, evaluate, evaluate_lists
 from sparring.models.named import Model
-from sparring.models.trend import know
 from sparring.recipes.finding import Recipe
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
@@ -35,6 +34,7 @@ from sparring.training.fitting import METRICS
 from sparring.training.loop import sample_queries, selected
 from sparring.training.sources import BY, DEPTH, PARTS, By, Source, Sources, difference, is_fused
 from sparring.training.trained import Trained, load
+from sparring.training.trend import know
 
 _QUERIES = 5_000  # of the validation part that weights are chosen on
 _GRID = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -1,4 +1,8 @@
-"""The trend of a trained model (models/trend.py): its half-life and weight, chosen on a later validation part."""
+"""What a trained model knows before it knows the query: which items are in demand now, and what newcomers get.
+
+The half-life and the weight of a trend (models/trend.py) are chosen on a validation part that is later than the
+training part. The vector of queries without a history is fitted to the same counts.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,24 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from sparring.core.types import ALONE, Ranks
-from sparring.data.interactions import Split
+from sparring.data.histories import past_of
+from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.ranking import Evaluation
 from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
 from sparring.models.sequences import SequenceTower
-from sparring.models.trend import Trend, count
+from sparring.models.trend import Trend
 from sparring.recipes.run import Run
 from sparring.training.closed_form import FEW, QUERIES, Rank, ahead
 from sparring.training.peak import peak
 
 HALF_LIVES = (0.3, 0.1, 0.03, 0.01, 0.003)
+_ROUNDS = 100  # of L-BFGS
 WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 log = logging.getLogger(__name__)
 
@@ -100,3 +110,48 @@ def _choose(following: Callable[[TrendChoice], Retriever], rank: Rank, select: s
     kept = best if taken else TrendChoice()
     both = found if taken else without
     return TrendChoice(kept.half_life, kept.weight, without.metrics[select], both.metrics[select])
+
+
+@torch.no_grad()
+def count(model: Retriever, data: Interactions) -> None:
+    """Let the trend of a model, if it has one, know these interactions and no others."""
+    if model.trend is None:
+        return
+    half_life, weight, tau = model.trend.settings.tolist()
+    counts = torch.from_numpy(data.recent_counts(None if half_life == math.inf else half_life)).to(model.device)
+    model.trend.shift.copy_(weight * tau * torch.log1p(counts))
+    if isinstance(model.query, HistoryTower | SequenceTower) and bool(counts.any()):
+        model.query.empty.copy_(newcomer(model, counts, tau))
+
+
+def newcomer(model: Retriever, counts: Tensor, tau: float) -> Tensor:
+    """The query vector (D,) whose softmax over all items is the nearest to these counts (N,).
+
+        max over q of   sum_i c_i log softmax_i((unit(q) . e_i + b_i) / tau)
+
+    Towers that learn from pairs of items never see a query without any, so nothing else trains its vector.
+    """
+    vectors = model.item_vectors().float()
+    items, share = vectors[:, : model.width], (counts / counts.sum()).float()
+    bias = vectors[:, -1] if model.item_bias is not None else vectors.new_zeros(len(vectors))
+    with torch.enable_grad():
+        q = (share @ items).requires_grad_()
+        optimizer = torch.optim.LBFGS([q], max_iter=_ROUNDS, line_search_fn="strong_wolfe")
+
+        def loss() -> float:
+            optimizer.zero_grad()
+            unit = F.normalize(q, dim=0) if model.score == "cosine" else q
+            value = -(share @ torch.log_softmax((items @ unit + bias) / tau, 0))
+            value.backward()
+            return float(value.detach())
+
+        optimizer.step(loss)
+    return q.detach() if bool(q.isfinite().all()) else share @ items
+
+
+def know(model: Retriever, split: Split, part: str) -> None:
+    """Let a model know what came before a part, and no more: the histories of queries, and the demand for items."""
+    if model.past_readers():
+        model.remember(past_of(split, part))
+    if model.trend is not None:
+        count(model, split.train if part == "valid" else split.joined().train)

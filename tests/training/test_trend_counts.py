@@ -17,7 +17,8 @@ from sparring.data.synthetic_world import make_world
 from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
-from sparring.models.trend import Trend, count, know, newcomer
+from sparring.models.trend import Trend
+from sparring.training.trend import count, know, newcomer
 
 QUERIES, ITEMS = 40, 12
 
