@@ -24,7 +24,6 @@ from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
 from sparring.models.thinned_ease import thinned_ease
 from sparring.recipes.run import Run
-from sparring.serving.export import write_onnx
 from sparring.serving.index.run_index import build_index, open_index
 from sparring.training import closed_form
 from sparring.training.closed_form import (
@@ -38,6 +37,7 @@ from sparring.training.closed_form import (
     add_closed_form,
 )
 from sparring.training.folder import APART
+from support.onnx_files import check_onnx
 
 SMALL = {"dim": 8, "epochs": 3, "eval_every": 1, "tau": 0.2, "select": "ndcg@10", "n": 64, "closed_form": 16}
 
@@ -288,18 +288,8 @@ def test_a_run_is_saved_loaded_resumed_and_indexed_with_few_weights(parts: Split
 @pytest.mark.usefixtures("thinned")
 def test_onnx_gives_vectors_with_few_weights(parts: Split, tmp_path: Path) -> None:
     """Of both towers, the dimensions of the closed form included."""
-    runtime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
     fit(made(parts), parts, tmp_path / "run", k=(10,), device="cpu")
-    model = load(tmp_path / "run").model
-    assert not write_onnx(load(tmp_path / "run"), tmp_path / "onnx")[1]
-    item, query = (runtime.InferenceSession(str(tmp_path / "onnx" / f"{side}.onnx")) for side in ("item", "query"))
-    items = item.run(None, {"ids": np.arange(model.n_items)})[0]
-    np.testing.assert_allclose(items, model.item_vectors().numpy(), rtol=1e-4, atol=1e-5)
-    rows = np.array([[3, -1, 5, -1], [-1, -1, -1, -1], [1, 2, 3, 4]])
-    with torch.no_grad():
-        expected = model.encode_histories(torch.from_numpy(rows)).numpy()
-    np.testing.assert_allclose(query.run(None, {"histories": rows})[0], expected, atol=1e-5)
+    check_onnx(tmp_path / "run", tmp_path / "onnx")
 
 
 @pytest.mark.usefixtures("thinned")

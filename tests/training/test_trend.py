@@ -17,9 +17,9 @@ from sparring.data.synthetic_world import make_world
 from sparring.evaluation import evaluate
 from sparring.models.retriever import Retriever
 from sparring.recipes.run import Run
-from sparring.serving.export import write_onnx
 from sparring.training.closed_form import FEW, QUERIES
 from sparring.training.trend import HALF_LIVES, WEIGHTS, TrendChoice, add_trend, know
+from support.onnx_files import check_onnx
 
 SMALL = {"dim": 8, "epochs": 3, "eval_every": 1, "tau": 0.2, "select": "ndcg@10", "n": 64, "closed_form": 0}
 
@@ -165,15 +165,5 @@ def test_a_refit_keeps_the_choice_and_counts_both_parts(parts: Split, tmp_path: 
 
 def test_onnx_gives_vectors_with_it(parts: Split, tmp_path: Path) -> None:
     """The item's bias includes the trend, and a query without items is a newcomer."""
-    runtime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
     fit(made(parts), parts, tmp_path / "run", k=(10,), device="cpu")
-    model = load(tmp_path / "run").model
-    assert not write_onnx(load(tmp_path / "run"), tmp_path / "onnx")[1]
-    item, query = (runtime.InferenceSession(str(tmp_path / "onnx" / f"{side}.onnx")) for side in ("item", "query"))
-    items = item.run(None, {"ids": np.arange(model.n_items)})[0]
-    np.testing.assert_allclose(items, model.item_vectors().numpy(), rtol=1e-4, atol=1e-5)
-    rows = np.array([[3, -1, 5, -1], [-1, -1, -1, -1]])
-    with torch.no_grad():
-        expected = model.encode_histories(torch.from_numpy(rows)).numpy()
-    np.testing.assert_allclose(query.run(None, {"histories": rows})[0], expected, atol=1e-5)
+    check_onnx(tmp_path / "run", tmp_path / "onnx")
