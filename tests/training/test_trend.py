@@ -18,6 +18,8 @@ from sparring.evaluation import evaluate
 from sparring.models.retriever import Retriever
 from sparring.recipes.run import Run
 from sparring.training.closed_form import FEW, QUERIES
+from sparring.training.fusing import fuse
+from sparring.training.sources import Sources
 from sparring.training.trend import HALF_LIVES, WEIGHTS, TrendChoice, add_trend, know
 from support.onnx_files import check_onnx
 
@@ -161,6 +163,25 @@ def test_a_refit_keeps_the_choice_and_counts_both_parts(parts: Split, tmp_path: 
     expected = fitted.trend.weight * 0.2 * np.log1p(parts.joined().train.recent_counts(fitted.trend.half_life))
     assert model.trend is not None
     np.testing.assert_allclose(model.trend.shift.numpy(), expected, rtol=1e-5)
+
+
+def test_sources_of_a_fused_run_forget_the_validation_part(parts: Split, tmp_path: Path) -> None:
+    """Known before the validation part are the training counts alone, of every source that has a trend."""
+    fit(made(parts), parts, tmp_path / "one", k=(10,), device="cpu")
+    fit(made(parts, seed=1), parts, tmp_path / "two", k=(10,), device="cpu")
+    fuse([tmp_path / "one", tmp_path / "two"], parts, tmp_path / "fused", device="cpu")
+    model = load(tmp_path / "fused").model
+    assert isinstance(model, Sources)
+    for part, data in (("test", parts.joined().train), ("valid", parts.train)):
+        know(model, parts, part)
+        assert data.time is not None
+        for source in model.sources:
+            assert source.model.trend is not None
+            half_life, weight, tau = source.model.trend.settings.tolist()
+            age = (data.time.max() - data.time) / np.ptp(data.time)
+            counts = np.bincount(data.items, 0.5 ** (age / half_life), data.n_items)
+            np.testing.assert_allclose(source.model.trend.shift.numpy(), weight * tau * np.log1p(counts), rtol=1e-5)
+            assert weight > 0
 
 
 def test_onnx_gives_vectors_with_it(parts: Split, tmp_path: Path) -> None:

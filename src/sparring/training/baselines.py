@@ -26,13 +26,14 @@ from sparring.evaluation.tfidf import TfIdf
 from sparring.models.retriever import Retriever
 from sparring.recipes.settings import build
 from sparring.training.loop import Trainer, TrainingProgress
+from sparring.training.trend import HALF_LIVES
 
 SWEEPS = 4  # of ials: it starts from an SVD
 # The personalised baselines and their settings, the usual best first.
 PERSONAL: dict[str, dict[str, object]] = {"ease": {}, "ials": {"epochs": SWEEPS, "eval_every": SWEEPS}, "item_knn": {}}
 SHARE, SPARE = 0.1, 5.0  # they may take this share of the training time, and so many seconds more
 WORDS, WORDS_SPARE = "tf-idf", 30.0  # TF-IDF may take so many seconds more: runs over texts train for minutes
-RECENT, HALF_LIVES = "recent popularity", (0.3, 0.1, 0.03, 0.01)  # shares of the time span
+RECENT = "recent popularity"
 TIE = 0.99  # a run with this share of a baseline's figure is not called behind
 _GPU = 100.0  # times as fast as two CPU threads
 log = logging.getLogger(__name__)

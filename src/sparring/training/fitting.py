@@ -335,7 +335,7 @@ def _completed(trainer: Trainer, selection: Fitted | None) -> tuple[Run, ClosedF
     if rank is not None:
         record = state.history[state.best_epoch - 1]
         record |= {"towers": record[select]} | rank(model).metrics
-    count(model, split.joined().train)
+    count(model, split.joined().train, ranks)
     if folder is not None and ranks.rank == 0:
         trainer.checkpoints.write_model(model, state.best_epoch)
         trainer.checkpoints.write_metrics(state.history)

@@ -100,12 +100,12 @@ def fuse(
     sources = load_sources()
     with nullcontext() if folder is None else run_folder.claimed(folder, False, overwrite, ALONE):
         merged = Sources(sources, "scores", [1.0] * len(sources), depth).to(where)
-        _remember(merged, split, "valid")  # a finished run knows the validation part
+        know(merged, split, "valid")  # a finished run knows the validation part
         valid, (way, weights) = _chosen(merged, split, BY if by == "auto" else (by,), metric, cutoff)
         if _refitted(runs):
             sources, split = load_sources(again=True), split.joined()
             merged = Sources(sources, way, weights, depth).to(where)
-        _remember(merged, split, "test")
+        know(merged, split, "test")
         merged.by, merged.weights = way, torch.tensor(weights, device=where)
         shown = ", ".join(f"{source.name} {weight:.2f}" for source, weight in zip(sources, weights, strict=True))
         log.info("fused by %s: %s", merged.by, shown)
@@ -115,12 +115,6 @@ def fuse(
                 run_folder.delete_run(folder)
             _write(fused, split, folder, select)
     return fused
-
-
-def _remember(model: Sources, split: Split, part: str) -> None:
-    """Let the sources know what came before a part, and no more."""
-    for source in model.sources:
-        know(source.model, split, part)
 
 
 def _tested(model: Sources, split: Split, k: Sequence[int]) -> tuple[Evaluation | None, dict[str, Evaluation]]:
@@ -228,7 +222,7 @@ def fusion_gain(
     began, (metric, k) = time.monotonic(), selected(select)
     sources = _sources(runs, split)
     model = Sources(sources, by, [1.0] * len(sources), depth).to(pick_device(device))
-    _remember(model, split, "valid")
+    know(model, split, "valid")
     loaded = time.monotonic()
     pooled, seen = _Pooled.of(model, split, by == "scores", metric, k), split.seen_for("valid").to(model.device)
     each_seconds = (time.monotonic() - loaded) / max(len(pooled.queries), 1)

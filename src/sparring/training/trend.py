@@ -28,10 +28,11 @@ from sparring.models.trend import Trend
 from sparring.recipes.run import Run
 from sparring.training.closed_form import FEW, QUERIES, Rank, ahead
 from sparring.training.peak import peak
+from sparring.training.sources import Sources
 
-HALF_LIVES = (0.3, 0.1, 0.03, 0.01, 0.003)
-_ROUNDS = 100  # of L-BFGS
+HALF_LIVES = (0.3, 0.1, 0.03, 0.01, 0.003)  # shares of the time span
 WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+_ROUNDS = 100  # of L-BFGS
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +50,7 @@ class TrendChoice:
 
 
 def has_newcomers(run: Run) -> bool:
-    """Whether no step trains the vector of a query without a history: sets and sequences predict from items alone."""
+    """Whether no step trains the vector of a query without a history: rows of sets and sequences all have one."""
     own = isinstance(run.model.query, HistoryTower | SequenceTower)
     return own and run.solver is None and run.setup.batches.rows in ("sets", "sequences")
 
@@ -73,9 +74,7 @@ def add_trend(
     def following(choice: TrendChoice) -> Retriever:
         half_life = math.inf if choice.half_life is None else choice.half_life
         other = model.with_trend(Trend(model.n_items, half_life, choice.weight, tau))
-        count(other, split.train)
-        if isinstance(other.query, HistoryTower | SequenceTower):
-            ranks.equalise([other.query.empty])
+        count(other, split.train, ranks)
         return other.eval()
 
     if choice is None:
@@ -113,8 +112,8 @@ def _choose(following: Callable[[TrendChoice], Retriever], rank: Rank, select: s
 
 
 @torch.no_grad()
-def count(model: Retriever, data: Interactions) -> None:
-    """Let the trend of a model, if it has one, know these interactions and no others."""
+def count(model: Retriever, data: Interactions, ranks: Ranks = ALONE) -> None:
+    """Let the trend of a model, if it has one, know these interactions and no others; all ranks get the same."""
     if model.trend is None:
         return
     half_life, weight, tau = model.trend.settings.tolist()
@@ -122,6 +121,7 @@ def count(model: Retriever, data: Interactions) -> None:
     model.trend.shift.copy_(weight * tau * torch.log1p(counts))
     if isinstance(model.query, HistoryTower | SequenceTower) and bool(counts.any()):
         model.query.empty.copy_(newcomer(model, counts, tau))
+        ranks.equalise([model.query.empty])
 
 
 def newcomer(model: Retriever, counts: Tensor, tau: float) -> Tensor:
@@ -129,7 +129,7 @@ def newcomer(model: Retriever, counts: Tensor, tau: float) -> Tensor:
 
         max over q of   sum_i c_i log softmax_i((unit(q) . e_i + b_i) / tau)
 
-    Towers that learn from pairs of items never see a query without any, so nothing else trains its vector.
+    b_i includes the trend. With inner products q is not scaled.
     """
     vectors = model.item_vectors().float()
     items, share = vectors[:, : model.width], (counts / counts.sum()).float()
@@ -150,7 +150,14 @@ def newcomer(model: Retriever, counts: Tensor, tau: float) -> Tensor:
 
 
 def know(model: Retriever, split: Split, part: str) -> None:
-    """Let a model know what came before a part, and no more: the histories of queries, and the demand for items."""
+    """Let a model know what came before a part, and no more: the histories of queries, and the demand for items.
+
+    Of a fused run, each source.
+    """
+    if isinstance(model, Sources):
+        for source in model.sources:
+            know(source.model, split, part)
+        return
     if model.past_readers():
         model.remember(past_of(split, part))
     if model.trend is not None:
