@@ -169,9 +169,13 @@ def test_sources_of_a_fused_run_forget_the_validation_part(parts: Split, tmp_pat
     """Known before the validation part are the training counts alone, of every source that has a trend."""
     fit(made(parts), parts, tmp_path / "one", k=(10,), device="cpu")
     fit(made(parts, seed=1), parts, tmp_path / "two", k=(10,), device="cpu")
-    fuse([tmp_path / "one", tmp_path / "two"], parts, tmp_path / "fused", device="cpu")
+    fused = fuse([tmp_path / "one", tmp_path / "two"], parts, tmp_path / "fused", device="cpu")
     model = load(tmp_path / "fused").model
     assert isinstance(model, Sources)
+    assert fused.test is not None
+    assert parts.test is not None
+    again = evaluate(model, parts.test, parts.seen_for("test"), (10,), ("ndcg",))
+    assert again.metrics["ndcg@10"] == pytest.approx(fused.test.metrics["ndcg@10"], rel=1e-6)
     for part, data in (("test", parts.joined().train), ("valid", parts.train)):
         know(model, parts, part)
         assert data.time is not None

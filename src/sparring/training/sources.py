@@ -168,6 +168,10 @@ class Sources(Retriever):
             parts.append(self.best(self.query_vectors(block), k, taken)[1])
         return torch.cat(parts)
 
+    def refresh(self) -> None:
+        """Rank by new item vectors, which a trend changes, from now on."""
+        self._prepared = None
+
     def _rankings(self) -> list[Ranking]:
         """The exact ranking of each source, on the device of the towers."""
         if self._prepared is None or self._prepared[0] != self.device:

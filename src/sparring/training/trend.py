@@ -157,6 +157,7 @@ def know(model: Retriever, split: Split, part: str) -> None:
     if isinstance(model, Sources):
         for source in model.sources:
             know(source.model, split, part)
+        model.refresh()
         return
     if model.past_readers():
         model.remember(past_of(split, part))
