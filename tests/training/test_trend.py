@@ -119,6 +119,7 @@ def test_a_run_is_saved_loaded_and_resumed_with_it(parts: Split, tmp_path: Path)
     assert fitted.trend is not None
     assert fitted.trend.weight > 0
     assert json.loads((folder / "result.json").read_text())["trend"] == fitted.trend.to_dict()
+    assert f"recent demand too: weight {fitted.trend.weight:g}, " in (folder / "README.md").read_text()
     assert parts.test is not None
     assert parts.valid is not None
     assert fitted.test is not None

@@ -47,6 +47,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         _kept(meta, result),
         f"{result['train_seconds']:,.1f} s of training, without validation."
         + (f" Loss {history[0]['loss']:.4f} to {history[-1]['loss']:.4f}. ![curve](curve.png)" if history else ""),
+        *_added(result),
         "",
         "How it was solved:" if setup["optimizer"] == "solver" else "Each query of a batch was contrasted with:",
         "```",
@@ -112,6 +113,22 @@ def _kept(meta: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             f"Epoch {result['best_epoch']} of {result['epochs']} was kept, by {setup['select']} on the validation part."
         )
     return f"The last of {result['epochs']} epochs was kept: there was no validation part."
+
+
+def _added(result: Mapping[str, Any]) -> list[str]:
+    """A line for each thing that was added to the trained towers."""
+    closed, trend = result.get("closed_form") or {}, result.get("trend") or {}
+    lines = []
+    if closed.get("weight"):
+        few = f" with {closed['neighbours']} weights per item" if closed.get("neighbours") else " at low rank"
+        lines.append(f"EASE{few} (lam {closed['lam']:g}) has weight {closed['weight']:g} in the scores.")
+    if trend.get("weight"):
+        share = f"{trend['half_life']:.1%} of the time that the data spans"
+        lines.append(
+            f"Items are ranked by recent demand too: weight {trend['weight']:g}, counts halve in {share}."
+            " Train again as it grows older."
+        )
+    return lines
 
 
 def _function(setup: Mapping[str, Any]) -> str:
