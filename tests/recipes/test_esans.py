@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.search_space import space
 from sparring.models.clusters import Codes, default_clusters
 from sparring.negatives import Interpolated, OtherClusters, SameCluster, TowardsPositive
-from sparring.recipes.esans import esans, item_codes, set_codes
+from sparring.recipes.esans import behaviour_codes, esans, item_codes, set_codes
 from sparring.recipes.run import Run
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
@@ -238,6 +239,20 @@ def test_presets_and_parts(parts: Split) -> None:
         assert {kind for kind in found if kind in (OtherClusters, SameCluster, Interpolated, TowardsPositive)} == kinds
 
 
+def test_clusters_are_learned_once(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building the recipe again on the same data learns nothing anew; other data, seeds and sizes do."""
+    made: list[tuple[Interactions, int, int, int]] = []
+    real, module = behaviour_codes, import_module("sparring.recipes.esans")
+    monkeypatch.setattr(module, "behaviour_codes", lambda *given: made.append(given) or real(*given))
+    one, other = dataclasses.replace(parts.train), dataclasses.replace(parts.train)
+    for data, seed, k in ((one, 0, 4), (one, 0, 4), (one, 1, 4), (one, 0, 2), (other, 0, 4), (one, 1, 4)):
+        codes = item_codes(data, "behaviour", k, 3, seed=seed)
+        assert torch.equal(codes.cell_of, real(data, k, 3, seed).cell_of)
+    assert [(data is one, k, seed) for data, k, _, seed in made] == [
+        (True, 4, 0), (True, 4, 1), (True, 2, 0), (False, 4, 0)
+    ]  # fmt: skip
+
+
 def test_clusters_by_name(parts: Split, tmp_path: Path) -> None:
     """`behaviour`, `random`, a column, a file and its shuffled form give codes of the requested shape."""
     data = parts.train
@@ -246,7 +261,7 @@ def test_clusters_by_name(parts: Split, tmp_path: Path) -> None:
         assert (len(codes), codes.k_primary, codes.k_secondary) == (data.n_items, 4, 3)
         assert name == "behaviour" or codes.sizes.tolist() == [10, 10, 10, 10]
     again = item_codes(data, "behaviour", 4, 3)
-    assert torch.equal(again.cell_of, item_codes(data, "behaviour", 4, 3).cell_of)
+    assert torch.equal(again.cell_of, behaviour_codes(data, 4, 3).cell_of)
     category = item_codes(data, "column:category", k_secondary=3)
     assert data.item_table is not None
     labels = data.item_table["category"].to_list()

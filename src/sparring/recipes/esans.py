@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Annotated, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,8 @@ Preset = Literal["ours", "literal"]
 # this learning rate.
 ESANS = Setup.of(dim=64, tau=0.05, init_std=0.01, batch_size=512, lr=2e-4)
 PASSES = 10  # over the items, when clusters are learned here; 500 steps at most
+# Clusters learned from data that still exists: tuning builds the recipe again and again.
+_learned: WeakKeyDictionary[Interactions, dict[tuple[object, ...], Codes]] = WeakKeyDictionary()
 
 
 def esans(
@@ -148,10 +151,15 @@ def item_codes(
     k_primary, k_secondary = max(2, min(k_primary, n // (2 * m_o))), min(k_secondary, n)
     if isinstance(codes, Codes):
         cells = codes
-    elif codes == "modalities":
-        cells = modality_codes(data, k_primary, k_secondary, m_o, seed)
-    elif codes == "behaviour":
-        cells = behaviour_codes(data, k_primary, k_secondary, seed)
+    elif codes in ("modalities", "behaviour"):
+        known, key = _learned.setdefault(data, {}), (codes, k_primary, k_secondary, m_o, seed)
+        if key not in known:
+            known[key] = (
+                modality_codes(data, k_primary, k_secondary, m_o, seed)
+                if codes == "modalities"
+                else behaviour_codes(data, k_primary, k_secondary, seed)
+            )
+        cells = known[key]
     elif codes == "random":
         cells = Codes.random(n, k_primary, k_secondary, seed, data.item_ids)
     elif codes.startswith("column:"):
