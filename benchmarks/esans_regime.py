@@ -9,6 +9,7 @@ features, without a bias, and
 
     regime A    batches of 512, 10 negatives of its own for each query (about 0.1 % of the catalogue)
     regime B    batches of 128, 1,280 shared negatives (6 to 11 %); UNS, debiased MNS and ESANS, by --regimes A B
+    ablations   ESANS of regime A at its best setting there, with one part changed; by --regimes A ablations
     clusters    one for 295 items, 15 cells each, of titles and behaviour; three clusterings, one for each seed in turn
 
 Every method tries the same settings (tau 0.05, 0.1, 0.2 x lr 2e-3, 5e-4) with one seed, chooses by recall@50 of the
@@ -22,8 +23,12 @@ p < 0.05); refuted for the regime if the upper 95 % bound against UNS is below 0
 Shared hard negatives are 2,560 real ones for every query, 13 % of Yelp and 17 % of Beauty, so that row is to be
 compared with debiased MNS rather than with UNS; the table says how much of the catalogue a query meets.
 
+Sets have an order, titles and categories. MovieTweetings and Electronics were chosen before ESANS was trained on them:
+after 3 epochs at tau 0.05 and lr 2e-3 UNS is ahead of popularity, and debiased MNS at least 5 % ahead of UNS.
+
 Every training is a line in --out, beside which a folder holds titles, clusters and values of each query; the same call
-continues. After --limit seconds no training begins. A set that is absent is skipped.
+continues, on another machine too. The verdict's four methods come first, ablations last. After --limit seconds no
+training begins. A set that is absent is skipped.
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ from sparring.recipes.run import Run
 from sparring.recipes.setup import Setup
 from sparring.training.step import sample_steps
 
-SETS = ("yelp_text", "amazon_beauty")
+SETS = ("amazon_beauty", "movietweetings", "amazon_electronics_2023", "yelp_text")
 TEXTS = ("title", "text", "name")  # the column with an item's text: the first of these
 CLUSTERINGS = 3
 SETTINGS = [(tau, lr) for lr in (2e-3, 5e-4) for tau in (0.05, 0.1, 0.2)]
@@ -70,6 +75,24 @@ OWN: dict[str, Any] = {"n": 10, "per_query": True}
 PLAIN: dict[str, Any] = {**OWN, "correction": "none"}
 ALL = 10 + 2 * 14 + 2 * 5  # logits of a query of ESANS: 2 clusters of 5 items and 14 mixtures, 5 hard ones and mixtures
 UNS, MNS, ESANS, RANDOM = "UNS", "debiased MNS", "ESANS", "ESANS, random clusters"
+VERDICT = (UNS, MNS, ESANS, RANDOM)
+ABLATIONS = "ablations"
+CHANGED: dict[str, dict[str, Any]] = {  # the most telling first
+    "no hard negatives": {"m_h": 0},
+    "no mixtures": {"simple_mixtures": False, "hard_mixtures": False},
+    "no hard mixtures": {"hard_mixtures": False},
+    "no simple mixtures": {"simple_mixtures": False},
+    "lam -0.3": {"lam": -0.3},
+    "lam 0.3": {"lam": 0.3},
+    "lam 0.5": {"lam": 0.5},
+    "300 clusters": {"k_primary": 300},
+    "clusters of behaviour alone": {"codes": "behaviour"},
+    "weights by counts": {"correction": "counts"},
+    "1 other cluster": {"m_c": 1},
+    "3 other clusters": {"m_c": 3},
+    "3 items of a cluster": {"m_o": 3},
+    "8 items of a cluster": {"m_o": 8},
+}
 METHODS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "A": {
         UNS: ("uns", PLAIN),
@@ -86,8 +109,10 @@ METHODS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         MNS: ("debiased_mns", {"n": 1280}),
         ESANS: ("esans", {"shared": True}),
     },
+    ABLATIONS: {name: ("esans", {"shared": False, **changed}) for name, changed in CHANGED.items()},
 }
-BATCH = {"A": 512, "B": 128}
+BATCH = {"A": 512, "B": 128, ABLATIONS: 512}
+SIZES = {"A": (None,), "B": (None,), ABLATIONS: (None, 300)}  # clusters; None: one for 295 items
 METRICS = ("recall@50", "recall@200")
 Line = dict[str, Any]
 
@@ -114,8 +139,9 @@ class Place(NamedTuple):
     work: Path  # titles, clusters and values of the queries
     device: str
 
-    def codes(self, data: str, clustering: int) -> Path:
-        return self.work / data / f"codes-{clustering}.safetensors"
+    def codes(self, data: str, clustering: int, k: int | None) -> Path:
+        size = "" if k is None else f"{k}-"
+        return self.work / data / f"codes-{size}{clustering}.safetensors"
 
     def titles(self, data: str) -> str:
         """The vectors of the titles, and the ids of their rows."""
@@ -128,8 +154,9 @@ class Place(NamedTuple):
 
 @cache
 def parts(folder: Path) -> Split:
+    """The parts in the file; without any, the last items of each query, because histories need an order."""
     data = sp.read(folder / "interactions.parquet", items=folder / "items.parquet")
-    return sp.split(data, "auto", valid=1 / 9, test=0.1, seed=0)
+    return sp.split(data, "leave-last-out" if data.split is None else "auto", valid=1 / 9, test=0.1, seed=0)
 
 
 def threads(n: int) -> None:
@@ -153,23 +180,22 @@ def prepare(place: Place, data: str, titles: str) -> str:
         else:
             vectors = column_vectors(items.select(column), dim=128)[column]
         pl.DataFrame({"item_id": split.train.item_ids.ids}).write_parquet(file.with_name("ids.parquet"))
-        np.save(file.with_suffix(".part.npy"), vectors)
+        np.save(file.with_suffix(".part.npy"), vectors.astype(np.float16))
         file.with_suffix(".part.npy").rename(file)
-    n = split.train.n_items
-    k = default_clusters(n)
-    return f"{data}: {split.train.n_queries:,} x {n:,}, {len(split.train):,} training pairs, {k} clusters, {titles}"
+    n, width = split.train.n_items, np.load(file, mmap_mode="r").shape[1]
+    size = f"{split.train.n_queries:,} x {n:,}, {len(split.train):,} training pairs"
+    return f"{data}: {size}, {default_clusters(n)} clusters, titles of {width} numbers"
 
 
-def cluster(place: Place, data: str, clustering: int) -> None:
+def cluster(place: Place, data: str, clustering: int, k: int | None = None) -> None:
     """Learn one clustering of titles and behaviour."""
-    file, split = place.codes(data, clustering), parts(place.data / data)
+    file, split = place.codes(data, clustering, k), parts(place.data / data)
     if file.exists():
         return
     specs = {"title": place.titles(data), "behaviour": "behaviour"}
     modalities = load_modalities(specs, split, cache=place.work / "cache")
-    settings = replace(
-        ROBUST, k_primary=default_clusters(split.train.n_items), dim=128, warmup=200, steps=500, seed=clustering
-    )
+    k = default_clusters(split.train.n_items) if k is None else k
+    settings = replace(ROBUST, k_primary=k, dim=128, warmup=200, steps=500, seed=clustering)
     msac = MSAC(dict(modalities.widths), settings, place.device)
     msac.fit(modalities, split.train.item_ids).save(file)
 
@@ -181,8 +207,8 @@ def train(place: Place, job: Job) -> Line:
     tau, lr = SETTINGS[job.setting]
     settings = {**own, "tau": tau, "lr": lr, "seed": job.seed, "epochs": job.epochs, "batch_size": BATCH[job.regime]}
     settings["item_vectors"] = place.titles(job.data)
-    if recipe == "esans":
-        file = str(place.codes(job.data, job.clustering))
+    if recipe == "esans" and "codes" not in own:
+        file = str(place.codes(job.data, job.clustering, own.get("k_primary")))
         settings["codes"] = f"shuffled:{file}" if job.method == RANDOM else file
     began, final = time.perf_counter(), job.seed > 0
     run = sp.build(recipe, split.train, settings, SETUP)
@@ -216,7 +242,10 @@ def measured(run: Run, split: Split, batches: int = 4) -> Line:
 
 
 class Board:
-    """Finished trainings, and those that come next: all trials, then the final seeds of each method."""
+    """Finished trainings, and those that come next: trials, then final seeds, of the verdict's methods before others.
+
+    Ablations try nothing: they have the final seeds of ESANS' best setting in regime A, and come after everything else.
+    """
 
     def __init__(
         self, file: Path, sets: list[str], regimes: list[str], methods: list[str], sizes: tuple[int, int, int]
@@ -227,15 +256,23 @@ class Board:
         self.done = {Job(*(line[name] for name in Job._fields)): line for line in lines}
         self.begun: set[Job] = set()
 
-    def groups(self) -> list[tuple[str, str, str]]:
-        names = [(regime, name) for regime in self.regimes for name in METHODS[regime] if name in self.methods]
-        return [(data, regime, name) for data in self.sets for regime, name in names]
+    def names(self, regime: str) -> list[str]:
+        """The methods of a regime that are asked for."""
+        return [name for name in METHODS[regime] if name in self.methods or regime == ABLATIONS]
+
+    def groups(self, *regimes: str) -> list[tuple[str, str, str]]:
+        asked = [(regime, name) for regime in regimes if regime in self.regimes for name in self.names(regime)]
+        return [(data, regime, name) for regime, name in asked for data in self.sets]
 
     def trials(self, group: tuple[str, str, str]) -> list[Job]:
         return [Job(*group, setting, 0, self.epochs) for setting in range(self.settings)]
 
     def finals(self, group: tuple[str, str, str]) -> list[Job]:
         """The best setting with every final seed; empty until all trials are done."""
+        data, regime, _ = group
+        if regime == ABLATIONS:
+            best_of = self.finals((data, "A", ESANS))
+            return [job._replace(regime=regime, method=group[2]) for job in best_of]
         tried = self.trials(group)
         if not all(job in self.done for job in tried):
             return []
@@ -243,8 +280,13 @@ class Board:
         return [best._replace(seed=seed) for seed in range(1, self.seeds + 1)]
 
     def remaining(self) -> list[Job]:
-        jobs = [job for group in self.groups() for job in self.trials(group)]
-        jobs += [job for group in self.groups() for job in self.finals(group)]
+        main = self.groups("A")
+        first, then = ([group for group in main if (group[2] in VERDICT) == wanted] for wanted in (True, False))
+        jobs = []
+        for groups in (first, then, self.groups("B")):
+            jobs += [job for group in groups for job in self.trials(group)]
+            jobs += sorted((job for group in groups for job in self.finals(group)), key=lambda job: job.seed)
+        jobs += [job for group in self.groups(ABLATIONS) for job in self.finals(group)]
         return [job for job in jobs if job not in self.done]
 
     def next(self) -> Job | None:
@@ -287,7 +329,7 @@ def against(place: Place, board: Board, one: list[Job], other: list[Job], metric
 
 def report(place: Place, board: Board, data: str, regime: str) -> tuple[bool, float | None, bool]:
     """Print the table of a set; whether its gate holds, the upper bound of ESANS over UNS, whether it is reproduced."""
-    finals = {name: board.finals((data, regime, name)) for name in METHODS[regime] if name in board.methods}
+    finals = {name: board.finals((data, regime, name)) for name in board.names(regime)}
     lines = {name: [board.done[job] for job in jobs if job in board.done] for name, jobs in finals.items()}
     lines = {name: found for name, found in lines.items() if found}
     means = {(name, m): float(np.mean([line[m] for line in found])) for name, found in lines.items() for m in METRICS}
@@ -326,6 +368,39 @@ def report(place: Place, board: Board, data: str, regime: str) -> tuple[bool, fl
     shown = gate and beaten == [UNS, RANDOM]
     print(f"{data}, regime {regime}: ESANS beats UNS and random clusters, in the gate: {'yes' if shown else 'NO'}")
     return gate, high, shown
+
+
+def ablations(place: Place, board: Board, data: str) -> None:
+    """Print the table of ESANS with one part changed, against ESANS with the same seeds, setting and clusterings."""
+    whole = board.finals((data, "A", ESANS))
+    finals = {name: board.finals((data, ABLATIONS, name)) for name in METHODS[ABLATIONS]}
+    lines = {name: [board.done[job] for job in jobs if job in board.done] for name, jobs in finals.items()}
+    tests = {name: [against(place, board, finals[name], whole, m) for m in range(len(METRICS))] for name in finals}
+    tested = {name: [test for test in both if test is not None] for name, both in tests.items()}
+    tested = {name: both for name, both in tested.items() if both}
+    adjusted = dict(zip(tested, holm([both[0].p for both in tested.values()]), strict=True)) if tested else {}
+    known = [board.done[job] for job in whole if job in board.done]
+    rows = []
+    for name, found in [(ESANS, known), *lines.items()]:
+        if not found:
+            continue
+        cells = [name]
+        for m, metric in enumerate(METRICS):
+            cells.append(f"{np.mean([line[metric] for line in found]):.4f}")
+            test, base = tested[name][m] if name in tested else None, float(np.mean([line[metric] for line in known]))
+            cells.append(
+                "" if test is None else f"{test.mean / base:+.1%} ({test.low / base:+.1%} to {test.high / base:+.1%})"
+            )
+        hard, share = (float(np.mean([line[key] for line in found])) for key in ("hard", "share"))
+        p = f"{adjusted[name]:.2g}" if name in adjusted else ""
+        rows.append([*cells, p, f"{share:.2%}", f"{hard:.1%}", f"{len(found)}"])
+    if not rows:
+        print(f"{data}: no ablations yet: they need the trials of ESANS in regime A")
+        return
+    over = "over ESANS (95 %)"
+    heads = ["recall@50", over, "recall@200", over, "p of recall@50", "met by a query", "mass of hard ones", "seeds"]
+    setting = "" if not known else f", tau {known[0]['tau']:g}, lr {known[0]['lr']:g}"
+    print(f"\n{table([f'{data}, ESANS of regime A{setting}', *heads], rows)}\n")
 
 
 def popularity(split: Split) -> list[str]:
@@ -377,12 +452,17 @@ def main() -> None:
                 sets.remove(data)
         if not sets:
             sys.exit("skipped: no set is left; SPARRING_DATA names the folder of the data")
-        for future in [pool.submit(cluster, place, data, number) for data in sets for number in range(CLUSTERINGS)]:
+        sizes = dict.fromkeys(k for regime in given.regimes for k in SIZES[regime])
+        wanted = [(data, number, k) for data in sets for number in range(CLUSTERINGS) for k in sizes]
+        for future in [pool.submit(cluster, place, *one) for one in wanted]:
             future.result()
-        sizes = given.settings, given.seeds, given.epochs
-        board = Board(given.out, sets, given.regimes, given.methods, sizes)
+        board = Board(given.out, sets, given.regimes, given.methods, (given.settings, given.seeds, given.epochs))
         work(board, pool, place, given.jobs, until)
     for regime in given.regimes:
+        if regime == ABLATIONS:
+            for data in sets:
+                ablations(place, board, data)
+            continue
         found = [(data, report(place, board, data, regime)) for data in sets]
         print(f"regime {regime}: {verdict(found)}")
     left = board.remaining()

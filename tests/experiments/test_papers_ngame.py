@@ -13,8 +13,10 @@ import scipy.sparse
 
 from sparring.cli import main
 from sparring.data.formats.xc import read_xc
+from sparring.data.interactions import Interactions, Vocabulary
+from sparring.evaluation.ranking import evaluate_lists
 from sparring.experiments.papers import PaperDataset
-from sparring.experiments.papers.ngame import ABSENT, PRINTED, RANDOM, methods
+from sparring.experiments.papers.ngame import ABSENT, PRINTED, RANDOM, methods, rare_and_frequent
 from support.papers import result_json, run_here, table
 from support.texts import WORDS
 
@@ -24,13 +26,14 @@ N_LABELS = 24
 
 
 def write_xc(folder: Path, seed: int = 0) -> Path:
-    """90 training and 40 test texts; each text joins the words of its two labels."""
+    """90 training and 40 test texts; each text joins the words of its two labels, half of which are rare."""
     draw = np.random.default_rng(seed)
+    often = np.repeat([8.0, 1.0], N_LABELS // 2)
     folder.mkdir(parents=True)
     labels = [" ".join(draw.choice(WORDS, 2, replace=False)) for _ in range(N_LABELS)]
     (folder / "Y.txt").write_text("\n".join(labels) + "\n")
     for name, n in (("trn", 90), ("tst", 40)):
-        chosen = [draw.choice(N_LABELS, 2, replace=False) for _ in range(n)]
+        chosen = [draw.choice(N_LABELS, 2, replace=False, p=often / often.sum()) for _ in range(n)]
         texts = [" ".join(labels[label] for label in some) for some in chosen]
         (folder / f"{name}_X.txt").write_text("\n".join(texts) + "\n")
         rows = np.repeat(np.arange(n), 2)
@@ -166,6 +169,70 @@ def test_rare_and_frequent_labels(done: Path) -> None:
         assert sum(row["pairs"] for row in some) == 80
 
 
+def test_rare_labels_apart() -> None:
+    """Rare labels train on at most four texts: shares of their test pairs, and their part of P@1, as by counting."""
+    draw = np.random.default_rng(1)
+    counts = np.repeat([40, 20, 8, 4, 2], [1, 2, 5, 10, 20])  # 40 pairs each, so no bin has two of these counts
+    n_items, n_texts = len(counts), 30
+    labels = [set(draw.choice(n_items, 3, replace=False).tolist()) for _ in range(n_texts)]
+    lists = np.stack([draw.permutation(n_items)[:20] for _ in range(n_texts)])
+    pairs = [(text, label) for text in range(n_texts) for label in sorted(labels[text])]
+    test = Interactions(
+        *np.array(pairs, dtype=np.int32).T, Vocabulary(np.arange(n_texts)), Vocabulary(np.arange(n_items))
+    )
+    found = evaluate_lists(lists, test, n_items, (1, 5, 20), ("precision_xc",), counts=counts)
+    groups = rare_and_frequent(found.bins)
+    for name, inside in (("rare", counts <= 4), ("frequent", counts > 4)):
+        own = [(text, label) for text, label in pairs if inside[label]]
+        first = sum(lists[text][0] == label for text, label in own)
+        listed = sum(label in lists[text] for text, label in own)
+        assert groups[name] == pytest.approx(
+            {
+                "items": inside.sum(),
+                "pairs": len(own),
+                "k": 20,
+                "found": listed / len(own),
+                "first": first / len(own),
+                "added": first / n_texts,
+            }
+        )
+        assert first > 0
+
+
+def test_rare_labels_of_every_method(done: Path) -> None:
+    """Every reference, ranking and method has both groups: means over seeds, and parts that add up to P@1."""
+    quality = [row for row in table(done) if row["data"] == "LF-AmazonTitles-131K"]
+    rows = table(done, "rare")
+    for row in quality:
+        own = [each for each in rows if (each["ranking"], each["method"]) == (row["ranking"], row["method"])]
+        assert [each["labels"] for each in own] == ["rare", "frequent"]
+        assert sum(each["added"] for each in own) == pytest.approx(row["p_at_1"])
+        assert sum(each["items"] for each in own) == N_LABELS
+        assert sum(each["pairs"] for each in own) == 80
+        if row["seeds"]:
+            stage = [result["stages"][RANKINGS[row["ranking"]]]["bins"] for result in results(done, row["method"])]
+            rare = [[each for each in bins if each["most"] <= 4] for bins in stage]
+            expected = [sum(b["recall@5"] * b["pairs"] for b in bins) / sum(b["pairs"] for b in bins) for bins in rare]
+            assert own[0]["found"] == pytest.approx(100 * np.mean(expected))
+
+
+def test_methods_alone(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--methods trains those alone, by folder or name; the tables name all others as not run, and keep earlier runs."""
+    monkeypatch.setenv("SPARRING_HOME", str(done.parent / "home"))
+    ran = run_here(monkeypatch)
+    data, out = done.parent / "LF-AmazonTitles-131K", tmp_path / "out"
+    more = ["--seeds", "1", "--set=clf_fusion=false"]
+    assert main(words(data, out, *more, "--methods", "corrected-in-batch-softmax,ANCE")) == 0
+    assert ran == [f"{data.name} {name} seed 10" for name in ("corrected in-batch, softmax", "ANCE")]
+    ran.clear()
+    assert main(words(data, out, *more, "--methods", "random-in-batch")) == 0
+    assert ran == [f"{data.name} {RANDOM} seed 10"]
+    there = {
+        row["method"]: row["seeds"] for row in table(out) if row["ranking"] == "encoder" and row["data"] == data.name
+    }
+    assert there == {RANDOM: 1, NAMES[1]: 0, NAMES[2]: 1, "ANCE": 1, "NGAME": 0, "DEXA": 0}
+
+
 def test_published_figures(done: Path) -> None:
     """Published figures are beside ours on the set of that name, and alone with a reason on the others."""
     rows = table(done)
@@ -228,6 +295,8 @@ def test_methods_share_all_but_their_negatives(tmp_path: Path) -> None:
         (["--set", "batch_size=8"], "batch_size is set twice"),
         (["--set", "sizes=8"], "'sizes'"),
         (["--tune", "3"], "keeps the settings of its paper"),
+        (["--methods", "ngam"], "'ngam'"),
+        (["--methods", "ngame", "--tune", "3"], "--tune"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str) -> None:

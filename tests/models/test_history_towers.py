@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sparring.data.features import Features, TagColumn
 from sparring.data.histories import Before, Context, Given, Histories, Windows
 from sparring.models.attention import HstuBlock, LigrBlock, SasRecBlock
 from sparring.models.histories import HistoryTower, by_distance
-from sparring.models.parts import Sum
+from sparring.models.parts import FeatureTower, Sum, fixed_shapes
 from sparring.models.retriever import Retriever
 from sparring.models.sequences import SequenceTower
 from sparring.models.towers import IdTower
@@ -29,9 +30,21 @@ def csr(lists: list[list[int]], ordered: bool = True) -> Histories:
     return Histories(torch.from_numpy(start), items, torch.arange(len(items)) * 100, ordered)
 
 
-def a_history_tower(pooling: str = "mean", last: int = 3, ordered: bool = True) -> HistoryTower:
+def an_item_tower(kind: str) -> nn.Module:
+    """A table with sparse or dense gradients, or ids, a category, tags and vectors through a perceptron."""
+    if kind != "features":
+        return IdTower(10, 6, sparse=kind == "sparse table")
+    tags = np.array([[i % 4, i % 3 if i % 2 else -1] for i in range(10)], np.int32)
+    columns = Features(np.arange(10, dtype=np.int32)[:, None] % 3, (3,), np.zeros((10, 0), np.float32), ("category",))
+    columns += Features(np.zeros((10, 0), np.int32), (), np.zeros((10, 0), np.float32), (), (TagColumn(tags, 4),))
+    return FeatureTower(10, 6, columns, (5,), vectors=np.random.default_rng(0).normal(size=(10, 4)))
+
+
+def a_history_tower(
+    pooling: str = "mean", last: int = 3, ordered: bool = True, item: str = "sparse table"
+) -> HistoryTower:
     torch.manual_seed(0)
-    tower = HistoryTower(IdTower(10, 6), csr(HISTORY, ordered), last=last, pooling=pooling)  # type: ignore[arg-type]
+    tower = HistoryTower(an_item_tower(item), csr(HISTORY, ordered), last=last, pooling=pooling)  # type: ignore[arg-type]
     if pooling == "attention":
         nn.init.normal_(tower.context)
         nn.init.normal_(tower.recency)
@@ -166,21 +179,19 @@ def test_new_queries_are_encoded_from_items_alone(pooling: str) -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("item", ["sparse table", "dense table", "features"])
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_kernels_of_a_gpu_give_the_same(
-    monkeypatch: pytest.MonkeyPatch, pooling: str, sparse: bool, ordered: bool
+    monkeypatch: pytest.MonkeyPatch, pooling: str, item: str, ordered: bool
 ) -> None:
     """Vectors and the gradient of every parameter are those of a CPU, with every context and for new queries."""
     pytest.importorskip("triton")
-    towers = [a_history_tower(pooling, ordered=ordered) for _ in range(2)]
+    towers = [a_history_tower(pooling, ordered=ordered, item=item) for _ in range(2)]
     queries, places = places_of(PLACES)
     new = torch.tensor([[4, 1, 1, 7, -1, -1], [-1] * 6, [-1, 2, -1, -1, -1, -1], [6, 8, -1, 9, -1, 2]])
 
     def encoded(tower: HistoryTower) -> list[Tensor]:
         tower.to(DEVICE)
-        assert isinstance(tower.item, IdTower)
-        tower.item.sparse = sparse
         found = [
             tower(queries.to(DEVICE), Before(places.to(DEVICE))),
             tower(torch.arange(5, device=DEVICE)),
@@ -203,6 +214,32 @@ def test_kernels_of_a_gpu_give_the_same(
     got = encoded(towers[1])
     for ours, expected in zip(got, want, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_kernels_encode_as_many_items_whatever_the_histories(monkeypatch: pytest.MonkeyPatch, pooling: str) -> None:
+    """The number of items that a perceptron encodes depends on shapes alone; under autocast vectors stay float32."""
+    pytest.importorskip("triton")
+    if DEVICE == "cpu":
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+    tower, encoded = a_history_tower(pooling, item="features").to(DEVICE), []
+    tower.item.register_forward_pre_hook(lambda part, given: encoded.append(given[0].shape))
+    for row in ([4, 1, 1, 7], [2, 2, 2, 2], [-1, -1, -1, -1]):
+        items = torch.tensor([row, row], device=DEVICE)
+        want = tower.encode_history(items)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            got = tower.encode_history(items)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want, atol=0.05, rtol=0.05)
+        got.sum().backward()
+    assert len(set(encoded)) == 1
+
+
+def test_only_parts_of_fixed_shapes_go_through_kernels() -> None:
+    """Tables and perceptrons over columns have fixed shapes; a tower around one, of which nothing is known, has not."""
+    tables = an_item_tower("sparse table"), an_item_tower("features")
+    assert all(fixed_shapes(tower) for tower in (*tables, Sum(*tables)))
+    assert not fixed_shapes(Doubled(tables[0]))
 
 
 def test_history_gradients_reach_everything() -> None:

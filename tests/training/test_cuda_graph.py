@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
@@ -74,6 +77,32 @@ def test_histories_of_pairs_are_recorded_and_repeat_bitwise(settings: dict[str, 
     assert step.graph is not None
     assert torch.equal(vectors, repeated)
     assert [record["loss"] for record in ours] == [record["loss"] for record in again]
+    assert [record["loss"] for record in ours] == pytest.approx([record["loss"] for record in plain], rel=2e-3)
+    assert torch.nn.functional.cosine_similarity(vectors.flatten(), expected.flatten(), dim=0) > 0.99
+
+
+DESCRIBED: list[tuple[str, dict[str, object]]] = [
+    ("uns", {"n": 4, "per_query": True, "correction": "none"}),
+    ("uns", {"n": 4, "per_query": True, "correction": "none", "pooling": "attention", "precision": "bf16"}),
+    ("debiased_mns", {"n": 4, "per_query": True}),
+    ("esans", {"codes": "random", "k_primary": 4, "k_secondary": 2, "shared": False}),
+    ("esans", {"codes": "random", "k_primary": 4, "k_secondary": 2, "shared": False, "hard_shared": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), DESCRIBED, ids=str)
+def test_histories_of_described_items_are_recorded(
+    name: str, settings: dict[str, object], parts: Split, tmp_path: Path
+) -> None:
+    """A step whose items have columns and vectors, through a perceptron, is captured and trains like the eager one."""
+    np.save(tmp_path / "vectors.npy", np.random.default_rng(0).normal(size=(parts.train.n_items, 5)))
+    more: dict[str, object] = {"query_tower": "history", "history": 6, "hidden": (16, 8), "schedule": "linear"}
+    more |= {"item_features": ("category",), "item_vectors": str(tmp_path / "vectors.npy"), **settings}
+    ours, vectors, step = history(name, parts, recorded=True, **more)
+    plain, expected, _ = history(name, parts, recorded=False, **more)
+    assert step is not None
+    assert step.why is None, step.why
+    assert step.graph is not None
     assert [record["loss"] for record in ours] == pytest.approx([record["loss"] for record in plain], rel=2e-3)
     assert torch.nn.functional.cosine_similarity(vectors.flatten(), expected.flatten(), dim=0) > 0.99
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import sparring.cli.inputs as inputs
 from sparring.cli.compare import add_study, closing, listening, short_names, study_table, writing_study
-from sparring.cli.parsing import Commands, add_code, add_set, command_line, count
+from sparring.cli.parsing import Commands, add_code, add_set, command_line, count, names
 from sparring.cli.screen import detail, show, table
 from sparring.core.errors import UserError
 
@@ -36,6 +36,8 @@ def add_reproduce(commands: Commands) -> None:
     text = "clusters that several tables share; missing ones are learned and saved there"
     group.add_argument("--codes", type=Path, metavar="FOLDER", help=text)
     group = parser.add_argument_group("training")
+    text = "methods to train, by their folders: ngame,dexa; the tables show all that is trained (default: all)"
+    group.add_argument("--methods", type=names, default=(), metavar="NAME,NAME", help=text)
     text = "number of seeds, which are 10, 20, ...; for XIR each also splits the data (default: 5)"
     group.add_argument("--seeds", type=count, default=5, metavar="N", help=text)
     text = "esans-...: first tune with N trials on the validation part"
@@ -80,8 +82,8 @@ def _plan(args: Namespace) -> Reproduction:
     data = tuple(
         _given(args, where, name, experiment) for where, name in zip(args.data, short_names(args.data), strict=True)
     )
-    command = command_line(args)
-    return Reproduction(experiment, args.out, data, seeds(args.seeds), settings, args.device, command, trials=args.tune)
+    options = {"command": command_line(args), "trials": args.tune, "only": args.methods}
+    return Reproduction(experiment, args.out, data, seeds(args.seeds), settings, args.device, **options)
 
 
 def _given(args: Namespace, where: str, name: str, experiment: Experiment) -> PaperDataset:

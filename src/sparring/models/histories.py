@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparring.core.errors import UserError
+from sparring.core.part import n_ids
 from sparring.core.sparse_rows import bag_sums
 from sparring.data.histories import Before, Context, Given, Histories, Windows
 from sparring.kernels import fuses_rows
+from sparring.models.parts import fixed_shapes
 from sparring.models.towers import HistoryReader, IdTower, width_of
 
 Pooling = Literal["sum", "mean", "attention"]
@@ -230,15 +232,18 @@ class HistoryTower(PastReader):
         return torch.where(length.unsqueeze(1) > 0, pooled, self.empty)
 
     def _fuses(self, places: Tensor) -> bool:
-        """Whether the Triton kernels can pool these places (B, L) of an item table."""
-        return places.numel() > 0 and isinstance(self.item, IdTower) and fuses_rows(self.item.weight)
+        """Whether the Triton kernels can pool these places (B, L): slots cost little where shapes are fixed."""
+        static = n_ids(self.item) is not None and fixed_shapes(self.item)
+        return places.numel() > 0 and static and fuses_rows(self.empty.unsqueeze(0))
 
     def _by_slots(self, places: Tensor, items: Tensor | None = None) -> Tensor:
         """Vectors of ids (B, L), or of the items at these places: each item is encoded about once."""
         from sparring.kernels.bags import bags, pooled
 
-        found = bags(places, len(self.item.weight), self.last, items)  # type: ignore[arg-type]
-        x = self.item(found.rows)
+        n = n_ids(self.item)
+        assert n is not None
+        found = bags(places, n, self.last, items)
+        x = self.item(found.rows).float()  # layers may give bfloat16
         score, recency = (self._scores(x).float(), self.recency) if self.pooling == "attention" else (None, None)
         vectors = pooled(x, found, self.pooling == "mean", score, recency)
         return torch.where(found.length.unsqueeze(1) > 0, vectors, self.empty)

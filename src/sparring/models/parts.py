@@ -253,6 +253,12 @@ class DescribedHistory(HistoryReader):
         return self.history.encode_history(items)
 
 
+def fixed_shapes(tower: nn.Module) -> bool:
+    """Whether the shapes of a tower's work follow from the shape of its ids: on a GPU it never waits for values."""
+    parts = (IdTower, Categories, Tags, Dense, Joint, nn.Linear, nn.ReLU, nn.Sequential, nn.ModuleList)
+    return all(isinstance(part, parts) for part in tower.modules())
+
+
 def _size(parts: Sequence[nn.Module]) -> int:
     """The number of ids of parts, which must agree."""
     if not parts:

@@ -74,6 +74,11 @@ RANDOM, BM25, UNTRAINED = "random in-batch", "BM25", "encoder, untrained"
 CLAIMS = (("NGAME", RANDOM), ("ANCE", RANDOM), ("DEXA", "NGAME"))
 ABSENT = "not reproducible here: the data was not given"
 MINING = ("cluster_seconds", "list_seconds")  # in the records of the epochs
+RARE = 4  # training texts of a label at most
+RARE_TITLE = f"Labels of at most {RARE} training texts, and the others"
+RARE_CAPTION = (
+    f"Test pairs of rare labels and of the others; rare are the bins of labels of at most {RARE} training texts"
+)
 SOFTMAX: dict[str, object] = {"loss": "softmax", "tau": 0.05}
 
 
@@ -239,6 +244,51 @@ def bin_rows(plan: Reproduction, dataset: PaperDataset) -> list[Row]:
     return rows
 
 
+def rare_rows(plan: Reproduction, dataset: PaperDataset) -> list[Row]:
+    """The test pairs of rare labels, and those of all others, for every reference, ranking and method."""
+    first = plan.methods[dataset.name][0]
+    shown = {("reference", name): [found] for name, found in references(plan, dataset, first).items()}
+    for ranking in rankings(plan, dataset):
+        for method in plan.methods[dataset.name]:
+            measured = (evaluations(run) for run in plan.runs(dataset, method))
+            shown[ranking, method.name] = [own[ranking] for own in measured if ranking in own]
+    rows: list[Row] = []
+    for (ranking, name), found in shown.items():
+        own = [rare_and_frequent(evaluation["bins"]) for evaluation in found if "bins" in evaluation]
+        for group in own[0] if own else ():
+            values = [each[group] for each in own]
+            row: Row = {"data": dataset.shown, "ranking": ranking, "method": name, "labels": group}
+            row |= {"most": RARE, "seeds": None if ranking == "reference" else len(own)}
+            row |= {key: values[0][key] for key in ("items", "pairs", "k")}
+            for key in ("found", "first", "added"):
+                row |= mean_cells(key, [100 * value[key] for value in values])
+            rows.append(row)
+    return rows
+
+
+def rare_and_frequent(bins: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """The bins of labels of at most RARE training texts, and all others, each joined; none without test pairs.
+
+    `found` and `first` are the shares of the test pairs in the first k places and in the first; `added` is the part of
+    P@1, which both groups add up to.
+    """
+    groups: dict[str, dict[str, float]] = {}
+    for name, rare in (("rare", True), ("frequent", False)):
+        own = [each for each in bins if (each["most"] <= RARE) == rare]
+        pairs = sum(each["pairs"] for each in own)
+        if pairs:
+            k = max(int(key.partition("@")[2]) for key in own[0] if key.startswith("recall@"))
+            groups[name] = {
+                "items": sum(each["items"] for each in own),
+                "pairs": pairs,
+                "k": k,
+                "found": sum(each[f"recall@{k}"] * each["pairs"] for each in own) / pairs,
+                "first": sum(each["recall@1"] * each["pairs"] for each in own) / pairs,
+                "added": sum(each["precision@1"] for each in own),
+            }
+    return groups
+
+
 # In percent; the deviations of the other metrics are in the fields.
 QUALITY_COLUMNS = (
     *text_columns("data", "ranking", "method"),
@@ -274,6 +324,14 @@ BIN_COLUMNS = (
     Column("of these found, %", "{recall:.1%} in {k}"),
     Column("adds to precision, points", "{added:.2f} at {small}"),
 )
+RARE_COLUMNS = (
+    *text_columns("data", "ranking", "method", "labels"),
+    Column("test pairs", "{pairs:.0f}"),
+    Column("of these found, %", "{found:.2f}[[ ± {found_std:.2f}]] in {k}"),
+    Column("of these first, %", "{first:.2f}[[ ± {first_std:.2f}]]"),
+    Column("adds to P@1, points", "{added:.2f}[[ ± {added_std:.2f}]]"),
+    SEEDS,
+)
 
 
 def findings(quality: TableRows, claims: TableRows) -> list[str]:
@@ -300,16 +358,19 @@ def results(plan: Reproduction) -> Results:
     quality: list[Row] = []
     claims: list[Row] = []
     bins: list[Row] = []
+    rare: list[Row] = []
     drawn = {}
     for dataset in plan.suited:
         own = quality_rows(plan, dataset)
         quality, claims, bins = quality + own, claims + claim_rows(plan, dataset), bins + bin_rows(plan, dataset)
+        rare += rare_rows(plan, dataset)
         drawn[dataset.name] = _figures(plan, dataset, own)
     tables = {
         "": Table(QUALITY_COLUMNS, quality, f"{plan.experiment.line}; percent. {plan.experiment.source}"),
         "Claims": Table(
             CLAIM_COLUMNS, claims, "Claimed gains over the other method; 95 % intervals over seeds and queries"
         ),
+        RARE_TITLE: Table(RARE_COLUMNS, rare, RARE_CAPTION),
         "Rare and frequent labels": Table(
             BIN_COLUMNS, bins, "Test pairs by how often their label trains; each bin has a tenth of the training pairs"
         ),
@@ -318,6 +379,7 @@ def results(plan: Reproduction) -> Results:
     printed = Table(PRINTED_COLUMNS, absent, "As printed, in percent, on sets that were not given")
     more = [Section("Published, on sets that were not given", (Sheet(replace(printed, caption="")),))]
     others = {"claims": tables["Claims"], "bins": tables["Rare and frequent labels"], "published": printed}
+    others["rare"] = tables[RARE_TITLE]
     lines = [*findings(quality, claims), *_settings_lines(plan)]
     return render(plan, tables, lines, drawn, absent=absent, more=more, others=others)
 
@@ -397,6 +459,8 @@ NGAME_DEXA = Experiment(
         "in the papers NGAME and DEXA alone.",
         "All but the two rows of softmax have NGAME's hinge loss, so that only the batches or the lists differ. "
         "Corrected: the log of the expected count of a label in a batch is subtracted from its logits.",
+        f"Rare labels: the bins whose labels have at most {RARE} training texts each. A bin has about a tenth of the "
+        "training pairs, so some labels with as few texts may be in a bin of the others.",
         "time: training of the encoder as a ratio to random batches, over the same seeds; it varies if several "
         "trainings run at once (--jobs). mining: clustering (NGAME, DEXA), or encoding and ranking everything (ANCE), "
         "as a share of the rest of the same training.",

@@ -178,6 +178,8 @@ class Unsuited(UserError):
 class Reproduction:
     """An experiment on data sets with seeds; `settings` apply to every method that has them.
 
+    `only` names the methods to train; the tables have all, with the runs that are there.
+
     Reproduction(experiment, Path("out"), (dataset,), seeds=(10, 20), settings={"epochs": 2})
     """
 
@@ -190,6 +192,7 @@ class Reproduction:
     command: str = ""
     failures: list[Failure] = field(default_factory=list)
     trials: int = 0  # of tuning
+    only: tuple[str, ...] = ()  # by name or folder; empty: all
 
     @cached_property
     def _suited(self) -> tuple[dict[str, tuple[PaperMethod, ...]], dict[str, str]]:
@@ -244,6 +247,16 @@ class Reproduction:
             experiment.alone,
         )
 
+    @property
+    def trained(self) -> dict[str, tuple[PaperMethod, ...]]:
+        """The methods of each data set that `only` names."""
+        if not self.only:
+            return self.methods
+        return {
+            data: tuple(method for method in methods if {method.name, method.folder} & set(self.only))
+            for data, methods in self.methods.items()
+        }
+
     def runs(self, dataset: PaperDataset, method: Method) -> list[FinishedRun]:
         return self.study.runs(dataset.name, method)
 
@@ -281,6 +294,13 @@ def check(plan: Reproduction) -> None:
             raise UserError(f"{name} cannot be set: {experiment.name} sets it itself")
     methods = [method for every in plan.methods.values() for method in every]
     study.check_settings(plan.settings, methods, experiment.name, "10, 20, ...", experiment.setup)
+    known = {name: method for method in methods for name in (method.name, method.folder)}
+    for name in plan.only:
+        if name not in known:
+            there = ", ".join(dict.fromkeys(method.folder for method in methods))
+            raise UserError(f"{experiment.name} has no method {name!r}{did_you_mean(name, known)}; it has {there}")
+    if plan.only and plan.trials:
+        raise UserError("--methods and --tune exclude each other: trials of one method may decide the settings of all")
     if plan.trials and experiment.tuning == "none":
         tunable = "--tune is for `sparring compare` and the quality of ESANS"
         raise UserError(f"{experiment.name} keeps the settings of its paper: {tunable}")
@@ -304,7 +324,7 @@ def train(plan: Reproduction, jobs: int = 1, listener: Listener | None = None) -
     listener = listener or Listener()
     check(plan)
     plan.failures.extend(learn_codes(plan, jobs, listener))
-    plan.failures.extend(study.run(plan.study, jobs, listener))
+    plan.failures.extend(study.run(dataclasses.replace(plan.study, methods=plan.trained), jobs, listener))
     return plan.failures
 
 
@@ -313,12 +333,14 @@ def most_clusters(dataset: PaperDataset) -> int:
     return max(2, dataset.data.n_items // ITEMS_PER_CLUSTER)
 
 
-def clusterings(plan: Reproduction) -> list[tuple[PaperDataset, ItemModalities, Clustering]]:
-    """Every clustering that a method of the plan names, once per data set."""
+def clusterings(
+    plan: Reproduction, methods: Mapping[str, Sequence[PaperMethod]]
+) -> list[tuple[PaperDataset, ItemModalities, Clustering]]:
+    """Every clustering that a method names, once per data set."""
     named = {
         (dataset.name, method.clustering.name): (dataset, dataset.modalities, method.clustering)
         for dataset in plan.data
-        for method in plan.methods[dataset.name]
+        for method in methods[dataset.name]
         if method.clustering is not None and dataset.modalities is not None
     }
     return list(named.values())
@@ -330,7 +352,7 @@ def learn_codes(plan: Reproduction, jobs: int, listener: Listener) -> list[Failu
     The modalities are encoded here, once; worker processes read them from the cache. A folder that several tables share
     must hold codes of the same request.
     """
-    needed = clusterings(plan)
+    needed = clusterings(plan, plan.trained)
     missing: Tasks = {}
     protocol = plan.experiment.protocol
     for dataset, modalities, clustering in needed:
@@ -385,7 +407,7 @@ def _learn_one(say: Say, dataset: PaperDataset, clustering: Clustering, protocol
 def cluster_rows(plan: Reproduction) -> list[Row]:
     """One row per learned clustering: how many clusters are used, how large and how pure they are."""
     rows: list[Row] = []
-    for dataset, modalities, clustering in clusterings(plan):
+    for dataset, modalities, clustering in clusterings(plan, plan.methods):
         path, table = clustering.path(modalities), dataset.data.item_table
         if path.is_file():
             known = table is not None and modalities.category in table.columns
