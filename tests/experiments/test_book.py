@@ -23,6 +23,7 @@ from sparring.experiments import study
 from sparring.experiments.book import excerpts, pages, results, running
 from sparring.experiments.book.plan import SOLVED, chosen, read_plan
 from sparring.experiments.book.running import SHIFT, Book, stale
+from sparring.experiments.study import FinishedRun
 from sparring.recipes import finding, settings
 from sparring.recipes.setup import parse_setup
 from sparring.training.folder import read_meta
@@ -405,6 +406,12 @@ def test_a_set_without_anything_above_popularity_is_left_out(made: Path, plan_fi
     assert (claim["verdict"], claim["sets"]) == ("not tested", [])
     assert "popularity" in str(claim["rows"][0]["verdict"])
     assert results.over_sets(book, "tables", {key: own}, set()) is None
+    better = dataclasses.replace(own["uns"], by_metric=rich["xir"].by_metric)
+    for chapter, sets in ((poor | {"uns": better}, []), (rich, ["first"])):  # a third method ahead is not enough
+        assert results.above_popularity(book, chapter)
+        claim = results._claim(book, book.plan.claims["xir"], {key: chapter}, {key})
+        assert claim["sets"] == sets
+        assert ("popularity" in str(claim["rows"][0]["verdict"])) == (not sets)
 
 
 def test_verdicts_over_sets() -> None:
@@ -424,6 +431,19 @@ def test_equal_time_reads_the_curve() -> None:
     assert results.equal_time(curves, 3.0) == pytest.approx((0.3 + 0.6) / 2)
     assert results.equal_time(curves, 1.2) is None
     assert results.seconds_to_best(curves) == pytest.approx((2.0 + 2.5) / 2)
+
+
+def test_times_of_other_hardware_are_not_compared(made: Path, plan_file: Path) -> None:
+    """At equal time, a method has a value where it ran on the hardware of the reference, and none elsewhere."""
+    book = Book(made, read_plan(plan_file))
+    own = results.chapters(book, results.read_values(book))["first", "random", "tables"]
+    reference, other = own["uns"], own["xir"]
+    seconds = results.seconds_to_best(reference.curves)
+    assert seconds is not None
+    assert results.reached(other, reference) == results.equal_time(other.curves, seconds)
+    elsewhere = dataclasses.replace(other, runs=[FinishedRun(run.folder) for run in other.runs])
+    elsewhere.runs[1].__dict__["measured"] = {**other.runs[1].measured, "device": "another"}
+    assert results.reached(elsewhere, reference) is None
 
 
 def test_commands_repeat_a_cell(made: Path) -> None:

@@ -59,7 +59,8 @@ CAVEATS = (
     "The signed-rank test takes relative differences of sets as draws from one distribution. Our sets were chosen "
     "because they are public, not at random. With fewer than five sets it is too sure, and left out.",
     "The splits of one set share its queries, so a set counts once: its splits are averaged first.",
-    "A set on which no method is shown to be ahead of popularity is left out of ranks and claims.",
+    "A set on which no method is shown to be ahead of popularity is left out of ranks and claims, and a claim leaves "
+    "out the sets on which neither of its methods is.",
 )
 
 

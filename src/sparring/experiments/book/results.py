@@ -61,6 +61,10 @@ class Values:
     def means(self, metric: str) -> list[float]:
         return [float(values.mean()) for values in self.by_metric[metric].values()]
 
+    @property
+    def hardware(self) -> set[str]:
+        return {str(run.measured["device"]) for run in self.runs}
+
     @cached_property
     def curves(self) -> list[list[tuple[int, float, float]]]:
         """Epoch, seconds of training and validation metric of every validation, by repetition."""
@@ -88,6 +92,14 @@ def equal_time(curves: Sequence[Sequence[tuple[int, float, float]]], seconds: fl
     """The best validation metric that trainings have reached after some seconds, their mean; None if one has none."""
     reached = [[value for _, at, value in curve if at <= seconds] for curve in curves]
     return float(np.mean([max(values) for values in reached])) if reached and all(reached) else None
+
+
+def reached(values: Values, other: Values) -> float | None:
+    """The best validation metric after the seconds that `other` needs for its best; None on other hardware."""
+    seconds = seconds_to_best(other.curves)
+    if seconds is None or values.hardware != other.hardware:
+        return None
+    return equal_time(values.curves, seconds)
 
 
 def seconds_to_best(curves: Sequence[Sequence[tuple[int, float, float]]]) -> float | None:
@@ -225,7 +237,6 @@ def leaderboard(book: Book, key: Chapter, own: Mapping[str, Values]) -> list[Row
     """A row for each metric and method of a chapter: quality against the reference, cost, settings, commands."""
     plan, rows = book.plan, []
     reference = own.get(plan.reference)
-    seconds = seconds_to_best(reference.curves) if reference is not None else None
     for metric in plan.metrics:
         tested: list[Row] = []
         for name, values in own.items():
@@ -243,7 +254,7 @@ def leaderboard(book: Book, key: Chapter, own: Mapping[str, Values]) -> list[Row
                 }
                 if test is not None:
                     row |= {"d_low": test.low, "d_high": test.high, "p": test.p}
-            row |= {"equal_time": None if seconds is None else equal_time(values.curves, seconds)}
+            row |= {"equal_time": None if reference is None else reached(values, reference)}
             tested.append(row | _cost(book, values))
         _judge(tested, plan.methods)
         rows += tested
@@ -408,13 +419,18 @@ def _chances(book: Book, effects: Mapping[str, float]) -> SignedRank | None:
 def _claim(
     book: Book, claim: Claim, by_chapter: Mapping[Chapter, Mapping[str, Values]], usable: set[Chapter]
 ) -> dict[str, Any]:
-    """A claim on every usable chapter that has both methods, and over sets."""
+    """A claim on every chapter that has both methods, and over sets.
+
+    A chapter counts if it is usable and one of the two is ahead of popularity: where both learn nothing, their
+    difference says nothing.
+    """
     metric = book.plan.metric
     own = {
         key: each
         for key, each in by_chapter.items()
         if claim.better in each and claim.worse in each and (not claim.models or key[2] in claim.models)
     }
+    usable = {key for key in usable & own.keys() if above_popularity(book, _with_popularity(claim, own[key]))}
     rows: list[Row] = []
     for key, each in own.items():
         test, mean, base = compared(each[claim.better].by_metric[metric], each[claim.worse].by_metric[metric])
@@ -431,7 +447,7 @@ def _claim(
         if test is not None:
             row |= {"low": test.low * scale, "high": test.high * scale, "p": test.p}
         row["equal_time"] = _at_equal_time(each[claim.better], each[claim.worse])
-        rows.append(row if key in usable else row | {"verdict": "left out: nothing is above popularity"})
+        rows.append(row if key in usable else row | {"verdict": "left out: neither is above popularity"})
     tested = [row for row in rows if row["usable"] and row["p"] is not None]
     for row, p in zip(tested, holm([float(row["p"] or 0) for row in tested]), strict=True):
         ahead = float(row["relative"] or 0) > 0
@@ -454,6 +470,12 @@ def _claim(
     }
 
 
+def _with_popularity(claim: Claim, own: Mapping[str, Values]) -> dict[str, Values]:
+    """The two methods of a claim, and popularity."""
+    pair = (claim.better, claim.worse)
+    return {name: each for name, each in own.items() if name in pair or each.cell.method.recipe == "popularity"}
+
+
 def verdict_over_sets(effects: Mapping[str, float], own: Sequence[str]) -> tuple[str, float | None, float | None]:
     """The verdict on a claim, and the interval of its mean effect over sets.
 
@@ -469,8 +491,7 @@ def verdict_over_sets(effects: Mapping[str, float], own: Sequence[str]) -> tuple
 
 def _at_equal_time(better: Values, worse: Values) -> float | None:
     """The relative difference on the validation part after the seconds that the worse method needs for its best."""
-    seconds = seconds_to_best(worse.curves)
-    a, b = (None if seconds is None else equal_time(each.curves, seconds) for each in (better, worse))
+    a, b = reached(better, worse), reached(worse, worse)
     return None if a is None or not b else a / b - 1
 
 
