@@ -70,6 +70,7 @@ statement = "XIR over SSL-Pop"
 better = "xir"
 worse = "ssl_pop"
 paper = "Chen et al., NeurIPS 2022"
+note = "Batches here are small."
 """
 METHODS = ("uns", "ssl_pop", "xir", "ssl_pop again")
 
@@ -465,6 +466,16 @@ def test_commands_repeat_a_cell(made: Path) -> None:
 # The pages
 
 
+def test_findings_name_all_that_share_the_best_rank() -> None:
+    """Methods of equal average rank are named together; a single best one is named alone."""
+    null = {"pairs": 0}
+    rows = [{"method": name, "rank": rank} for name, rank in (("a", 1.5), ("b", 1.5), ("c", 3.0))]
+    for own, words in ((rows, "a and b have the best average rank, 1.50"), (rows[1:], "b has the best average rank")):
+        ranked = {"model": "tables", "sets": ["x", "y"], "rows": own}
+        book = {"plan": {}, "ranks": [ranked], "claims": [], "null": null, "data": []}
+        assert words in pages.findings(book)[0]
+
+
 def test_pages_are_complete(made: Path) -> None:
     """A page for each set, method and claim; every link leads to a file; each has the commit; nothing is loaded."""
     book = read_book(made)
@@ -482,6 +493,7 @@ def test_pages_are_complete(made: Path) -> None:
     assert "0.1543" in method  # published on Gowalla
     assert "sparring book" in method
     assert "as sharp as 1" in method
+    assert "Batches here are small." in (made / "claim-xir.html").read_text()
 
 
 def test_pages_can_be_made_from_the_json_alone(made: Path, tmp_path: Path) -> None:

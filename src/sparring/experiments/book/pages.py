@@ -150,9 +150,11 @@ def findings(results: Mapping[str, Any]) -> list[str]:
     plan = results["plan"]
     lines = []
     for each in results["ranks"]:
-        first = each["rows"][0]
+        best = each["rows"][0]["rank"]
+        first = [row["method"] for row in each["rows"] if row["rank"] == best]
+        have = f"{' and '.join(first)} {'have' if len(first) > 1 else 'has'}"
         lines.append(
-            f"{each['model']}: {first['method']} has the best average rank, {first['rank']:.2f} of "
+            f"{each['model']}: {have} the best average rank, {best:.2f} of "
             f"{len(each['rows'])} methods over {len(each['sets'])} set{'s' if len(each['sets']) > 1 else ''}."
         )
     for claim in results["claims"]:
@@ -498,6 +500,7 @@ def _claim_page(results: Mapping[str, Any], links: Mapping[str, str], claim: Map
     lines += [f"It holds on: {'; '.join(claim['holds'])}."] if claim["holds"] else ["It holds in no chapter."]
     if len(claim["sets"]) == 1:
         lines.append("One set: nothing is known about others.")
+    lines += [stated["note"]] if stated.get("note") else []
     columns = (
         *text_columns("set", "split", "model", "verdict"),
         Column("effect", "{relative:+.1%}[[ [{low:+.1%}, {high:+.1%}]]]"),

@@ -71,6 +71,7 @@ class Claim:
     worse: str
     paper: str = ""
     models: tuple[str, ...] = ()  # all unless given
+    note: str = ""  # on the settings here and in the paper
 
 
 @dataclass(frozen=True)
