@@ -18,6 +18,7 @@ import scipy.stats
 
 from sparring.cli import main
 from sparring.cli.main import parser
+from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.experiments import study
 from sparring.experiments.book import excerpts, pages, results, running
@@ -389,7 +390,8 @@ def test_a_set_without_anything_above_popularity_is_left_out(made: Path, plan_fi
     values = results.read_values(book)
     key = ("first", "random", "tables")
     own = results.chapters(book, values)[key]
-    metric = book.plan.metric
+    metric, claim = book.plan.metric, book.plan.claims["xir"]
+    record = results.plan_record(book)
     floor = own["popularity"].by_metric[metric][0]
     poor = {
         name: each
@@ -403,16 +405,20 @@ def test_a_set_without_anything_above_popularity_is_left_out(made: Path, plan_fi
         "xir": dataclasses.replace(own["xir"], by_metric={metric: {s: floor + 0.5 + 1e-4 * s for s in (0, 1)}}),
     }
     assert results.above_popularity(book, rich)
-    claim = results._claim(book, book.plan.claims["xir"], {key: own}, set())
-    assert (claim["verdict"], claim["sets"]) == ("not tested", [])
-    assert "popularity" in str(claim["rows"][0]["verdict"])
-    assert results.over_sets(book, "tables", {key: own}, set()) is None
+    left_out = results.judged(record, results.claim_rows(book, claim, {key: own}, set()))
+    assert (left_out["verdict"], left_out["sets"]) == ("not tested", [])
+    assert "popularity" in str(left_out["rows"][0]["verdict"])
+    boards = results.leaderboard(book, key, own)
+    data = dict(zip(("set", "split", "model"), key, strict=True))
+    for usable in (False, True):
+        shown = {"plan": record, "leaderboards": boards, "data": [{**data, "usable": usable}]}
+        assert (results.over_sets(shown, "tables") is not None) == usable
     better = dataclasses.replace(own["uns"], by_metric=rich["xir"].by_metric)
     for chapter, sets in ((poor | {"uns": better}, []), (rich, ["first"])):  # a third method ahead is not enough
         assert results.above_popularity(book, chapter)
-        claim = results._claim(book, book.plan.claims["xir"], {key: chapter}, {key})
-        assert claim["sets"] == sets
-        assert ("popularity" in str(claim["rows"][0]["verdict"])) == (not sets)
+        tested = results.judged(record, results.claim_rows(book, claim, {key: chapter}, {key}))
+        assert tested["sets"] == sets
+        assert ("popularity" in str(tested["rows"][0]["verdict"])) == (not sets)
 
 
 def test_verdicts_over_sets() -> None:
@@ -523,6 +529,43 @@ def test_a_shipped_book_stands_alone(made: Path, tmp_path: Path) -> None:
             assert (tmp_path / target).is_file(), target
         if path.name not in ("book.json", "index.html"):
             assert text == (made / path.name).read_text()
+
+
+def test_joined_books_equal_a_whole(made: Path, plan_file: Path, tmp_path: Path) -> None:
+    """Books of one set each, joined by their JSON alone, have the ranks, verdicts, nulls and runs of one book of both.
+
+    What the second has of the first's chapters replaces them.
+    """
+    plan = read_plan(plan_file)
+
+    def of(*sets: str) -> dict[str, Any]:
+        book = Book(made, chosen(plan, sets))
+        files.write_json(tmp_path / "book.json", results.collect(book, [], [], f"sparring book {' '.join(sets)}"))
+        return dict(json.loads((tmp_path / "book.json").read_text()))
+
+    whole, first, second = of("first", "second"), of("first"), of("second")
+    joined = json.loads(json.dumps(results.joined(second, first)))
+    assert joined.pop("command").splitlines() == ["sparring book first", "sparring book second"]
+    del whole["command"]
+    assert joined == whole
+    assert pages.write(tmp_path / "pages", results.joined(second, first)).is_file()
+    changed = json.loads(json.dumps(first))
+    changed["leaderboards"][0]["mean"] = 0.5
+    assert results.joined(first, changed)["leaderboards"] == first["leaderboards"]
+
+
+def test_unlike_books_are_not_joined(made: Path, plan_file: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    """A book of another version, with other trials or other defaults is refused before any training."""
+    other, out = read_book(made), tmp_path / "out"
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"format": 1}, "version"),
+        ({"plan": {**other["plan"], "trials": 7}}, "trials=7"),
+        ({"defaults": {name: {**each, "digest": "x"} for name, each in other["defaults"].items()}}, "defaults"),
+    )
+    for change, mention in changes:
+        (tmp_path / "other.json").write_text(json.dumps({**other, **change}))
+        refused(words(plan_file, out, "--join", str(tmp_path / "other.json")), "other.json", mention)
+    assert not (out / "runs").exists()
 
 
 def test_solved_methods_have_no_model(plan_file: Path) -> None:

@@ -11,6 +11,7 @@ import sparring.cli.inputs as inputs
 from sparring.cli.compare import add_study, closing, listening, writing_study
 from sparring.cli.parsing import Commands, add_set, command_line, count, names, number
 from sparring.cli.screen import detail, show
+from sparring.core import files
 
 if TYPE_CHECKING:
     from sparring.experiments.book.running import Book
@@ -39,6 +40,8 @@ def add_book(commands: Commands) -> None:
     group.add_argument("--trials", type=count, metavar="N", help=text)
     text = "repetitions of each method, each tuned anew (default: the plan's, 5)"
     group.add_argument("--repetitions", type=count, metavar="N", help=text)
+    text = "book.json of other books that were made alike: their chapters stand before those of this one"
+    group.add_argument("--join", type=Path, nargs="+", default=(), metavar="FILE", help=text)
     add_set(group, "change a setting of every method that has it: epochs=20 or dim=32; repeatable")
     group = parser.add_argument_group("execution")
     text = "end trainings after this time; the same command goes on later (default: no limit)"
@@ -57,12 +60,16 @@ def book(args: Namespace) -> int:
     from sparring.experiments.book import pages, results
     from sparring.experiments.book.running import run
 
-    plan = _plan(args)
+    plan, others = _plan(args), [files.read_json(path) for path in args.join]
+    for path, other in zip(args.join, others, strict=True):
+        results.check_alike(results.plan_record(plan), plan.defaults, other, str(path))
     with writing_study(args.out):
         with listening(args.quiet) as listener:
             failures, left = run(plan, args.jobs, None if args.hours is None else 3600 * args.hours, listener)
         detail(args, "writing the pages")
         figures = results.collect(plan, failures, left, command_line(args))
+        for path, other in zip(args.join, others, strict=True):
+            figures = results.joined(figures, other, str(path))
         results.write(plan, figures)
         page = pages.write(args.out, figures)
     detail(args, "", *pages.findings(figures))

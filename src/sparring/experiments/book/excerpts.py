@@ -35,7 +35,6 @@ from sparring.experiments.book import pages
 from sparring.experiments.book.plan import read_plan
 from sparring.experiments.book.results import LEVEL, Chapter
 from sparring.experiments.report.tables import Column, Row, Table, shown, text_columns
-from sparring.experiments.report.wording import command_lines
 
 Results = Mapping[str, Any]
 ROWS = 10  # of the front table
@@ -85,7 +84,8 @@ def ship(out: Path, to: Path) -> None:
     longer has are deleted.
     """
     book = files.read_json(out / "book.json")
-    book["command"] = shlex.join(map(_without_folders, shlex.split(book["command"])))
+    lines = book["command"].splitlines()
+    book["command"] = "\n".join(shlex.join(map(_without_folders, shlex.split(line))) for line in lines)
     with tempfile.TemporaryDirectory() as scratch:
         pages.write(Path(scratch), book)
         written = {path.name: path.read_text(encoding="utf-8") for path in Path(scratch).glob("*.html")}
@@ -249,7 +249,7 @@ def made(book: Results, words: Sequence[str]) -> str:
     """The facts of the first page, the hardware and the command."""
     _none(words, "made")
     facts = pages.book_facts(book) | dict(book["environment"])
-    command = f"\n\n```\n{command_lines(book['command'])}\n```" if book["command"] else ""
+    command = f"\n\n```\n{pages.commands(book)}\n```" if book["command"] else ""
     return _points(f"{name}: {value}" for name, value in facts.items()) + command
 
 

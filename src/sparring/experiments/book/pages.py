@@ -137,12 +137,17 @@ def _index(out: Path, results: Mapping[str, Any], links: Mapping[str, str]) -> P
     if results["failures"]:
         lines = [f"{each['data']} {each['recipe']}: {each['error']}" for each in results["failures"]]
         sections.append(Section("Failed", (Points(lines),)))
-    made: list[Block] = [Code(command_lines(results["command"]))] if results["command"] else []
+    made: list[Block] = [Code(commands(results))] if results["command"] else []
     sections.append(Section("How it was made", (*made, Facts(results["environment"]))))
     chapters = {(row["set"], row["split"], row["model"]) for row in results["leaderboards"]}
     written = f"{len(chapters)} chapter{'s' * (len(chapters) != 1)}"
     text = f"Ways of choosing negatives, equally tuned: {len(plan['methods'])} methods, {written}."
     return Page("The book", _lead(results, text), sections)
+
+
+def commands(results: Mapping[str, Any]) -> str:
+    """The command that made a book; of a joined book those of all its parts."""
+    return "\n".join(command_lines(line) for line in results["command"].splitlines())
 
 
 def findings(results: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ tuning and one training, so a test sees the noise of both (benchmarks/null_book.
 from __future__ import annotations
 
 import inspect
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from sparring.core import files
+from sparring.core.errors import UserError
 from sparring.core.workers import Failure
 from sparring.evaluation.statistics import (
     SignedRank,
@@ -34,16 +36,16 @@ from sparring.evaluation.statistics import (
     summary,
 )
 from sparring.experiments.book.plan import SOLVED, BookMethod, Claim
-from sparring.experiments.book.running import Book, Cell, commit
+from sparring.experiments.book.running import Book, Cell, commit, stale
 from sparring.experiments.papers.printed import published, published_cells
 from sparring.experiments.report.study_parts import environment
 from sparring.experiments.report.tables import Row, Table
-from sparring.experiments.report.wording import in_words
+from sparring.experiments.report.wording import distinct, in_words
 from sparring.experiments.study import FinishedRun
 from sparring.recipes import finding, settings
 from sparring.recipes.setup import SETTINGS, flat
 
-FORMAT = 2
+FORMAT = 3
 LEVEL = 0.05
 LEAST_SETS = 5  # of the signed-rank test: with fewer it is sure of differences that it saw twice
 SHOWN, NOT_SHOWN, REVERSED = "shown", "not shown", "reversed"
@@ -144,26 +146,109 @@ def collect(book: Book, failures: Sequence[Failure], left: Sequence[Cell], comma
     """Everything that the pages show, ready for JSON."""
     values = read_values(book)
     by_chapter = chapters(book, values)
-    rows = [row for key, own in by_chapter.items() for row in leaderboard(book, key, own)]
     usable = {key for key, own in by_chapter.items() if above_popularity(book, own)}
     runs = [run for each in values.values() for run in each.runs]
-    commits = list(dict.fromkeys(run.measured["commit"] for run in runs)) or [commit()]
+    claims = book.plan.claims.values()
+    return summarised(
+        {
+            "format": FORMAT,
+            "commits": list(dict.fromkeys(run.measured["commit"] for run in runs)) or [commit()],
+            "environment": environment(runs),
+            "command": command,
+            "plan": plan_record(book),
+            "defaults": book.defaults,
+            "data": [_data(key, own, key in usable) for key, own in by_chapter.items()],
+            "leaderboards": [row for key, own in by_chapter.items() for row in leaderboard(book, key, own)],
+            "claims": [{"name": each.name, "rows": claim_rows(book, each, by_chapter, usable)} for each in claims],
+            "null": {"rows": null_rows(book, by_chapter)},
+            "left": [cell.name for cell in left],
+            "failures": [asdict(failure) for failure in failures],
+            "runs": [_run(book, each, run, place) for each in values.values() for place, run in enumerate(each.runs)],
+        }
+    )
+
+
+def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results with ranks, verdicts over sets, the null rate and printed figures, from those of single chapters."""
+    plan = results["plan"]
+    every = (over_sets(results, model) for model in plan["models"])
     return {
-        "format": FORMAT,
-        "commits": commits,
-        "environment": environment(runs),
-        "command": command,
-        "plan": _plan(book),
-        "defaults": book.defaults,
-        "data": [_data(key, own, key in usable) for key, own in by_chapter.items()],
-        "leaderboards": rows,
-        "ranks": [each for model in book.plan.models if (each := over_sets(book, model, by_chapter, usable))],
-        "claims": [_claim(book, claim, by_chapter, usable) for claim in book.plan.claims.values()],
-        "null": null_rate(book, by_chapter),
-        "published": _published(book, values),
-        "left": [cell.name for cell in left],
-        "failures": [asdict(failure) for failure in failures],
-        "runs": [_run(book, each, run, place) for each in values.values() for place, run in enumerate(each.runs)],
+        **results,
+        "ranks": [each for each in every if each],
+        "claims": [{"name": each["name"], **judged(plan, each["rows"])} for each in results["claims"]],
+        "null": null_rate(results["null"]["rows"]),
+        "published": _published(plan, results["runs"]),
+    }
+
+
+def joined(results: Mapping[str, Any], other: Mapping[str, Any], source: str = "the other book") -> dict[str, Any]:
+    """The results with the chapters of another book that was made alike, before its own.
+
+    A chapter that both have is taken from `results`. A book can so grow over machines and over time, without its runs.
+
+        joined(collect(book, [], []), json.loads(Path("docs/book/book.json").read_text()), "docs/book/book.json")
+    """
+    check_alike(results["plan"], results["defaults"], other, source)
+    own = {_chapter(row) for row in results["data"]}
+    done = {_cell_name(run) for run in results["runs"]}
+
+    def more(rows: Sequence[Row]) -> list[Row]:
+        return [row for row in rows if _chapter(row) not in own]
+
+    tested = {each["name"]: each["rows"] for each in results["claims"]}
+    theirs = {each["name"]: more(each["rows"]) for each in other["claims"]}
+    parts = {part: {**other["plan"][part], **results["plan"][part]} for part in ("sets", "models", "methods", "claims")}
+    return summarised(
+        {
+            **results,
+            "commits": list(dict.fromkeys([*other["commits"], *results["commits"]])),
+            "environment": _both(other["environment"], results["environment"]),
+            "command": "\n".join(filter(None, (other["command"], results["command"]))),
+            "plan": {**results["plan"], **parts},
+            "defaults": {**other["defaults"], **results["defaults"]},
+            "data": [*more(other["data"]), *results["data"]],
+            "leaderboards": [*more(other["leaderboards"]), *results["leaderboards"]],
+            "claims": [
+                {"name": name, "rows": [*theirs.get(name, []), *tested.get(name, [])]} for name in parts["claims"]
+            ],
+            "null": {"rows": [*more(other["null"]["rows"]), *results["null"]["rows"]]},
+            "left": list(dict.fromkeys(name for name in (*other["left"], *results["left"]) if name not in done)),
+            "failures": [*other["failures"], *results["failures"]],
+            "runs": [*(run for run in other["runs"] if _cell_name(run) not in done), *results["runs"]],
+        }
+    )
+
+
+def check_alike(plan: Mapping[str, Any], defaults: Mapping[str, Any], other: Mapping[str, Any], source: str) -> None:
+    """Raise unless another book was made with the settings of this one, so that they can be joined."""
+    if other.get("format") != FORMAT:
+        raise UserError(
+            f"{source} is of another version of Sparring: it has format {other.get('format')}, not {FORMAT}"
+        )
+    for name in ("metric", "metrics", "repetitions", "trials", "design", "rungs", "reference", "changes"):
+        theirs, ours = other["plan"][name], json.loads(json.dumps(plan[name]))
+        if theirs != ours:
+            raise UserError(f"{source} was made with {name}={theirs}, this book with {ours}: they cannot be joined")
+    shared = defaults.keys() & other["defaults"].keys()
+    changed = stale({name: other["defaults"][name] for name in shared}, defaults)
+    if changed:
+        raise UserError(f"{source} was made with other defaults: {changed[0]}")
+
+
+def _chapter(row: Row) -> Chapter:
+    return str(row["set"]), str(row["split"]), str(row["model"])
+
+
+def _cell_name(run: Row) -> str:
+    return f"{run['set']} {run['split']} {run['model']} {run['method']}"
+
+
+def _both(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str]:
+    """Facts of two books, each distinct value once."""
+    names = dict.fromkeys((*first, *second))
+    return {
+        name: distinct(part for facts in (first, second) if name in facts for part in facts[name].split("; "))
+        for name in names
     }
 
 
@@ -179,7 +264,7 @@ def write(book: Book, results: Mapping[str, Any]) -> None:
     files.write_text(book.out / "runs.csv", Table((), rows).csv())
 
 
-def _plan(book: Book) -> dict[str, Any]:
+def plan_record(book: Book) -> dict[str, Any]:
     plan = book.plan
     names = ("metric", "metrics", "repetitions", "trials", "design", "rungs", "reference", "margin")
     record = {name: getattr(plan, name) for name in names} | {"changes": dict(book.changes)}
@@ -349,22 +434,24 @@ def above_popularity(book: Book, own: Mapping[str, Values]) -> bool:
 # Over sets
 
 
-def over_sets(
-    book: Book, model: str, by_chapter: Mapping[Chapter, Mapping[str, Values]], usable: set[Chapter]
-) -> dict[str, Any] | None:
+def over_sets(results: Mapping[str, Any], model: str) -> dict[str, Any] | None:
     """Average ranks of the methods of a model over sets, Nemenyi's critical difference, and the signed-rank test.
 
     A set counts once: ranks and differences are averaged over its splits first. Only sets count on which all ranked
     methods are finished; those methods are chosen that give the most figures.
     """
-    metric = book.plan.metric
-    own = {key: each for key, each in by_chapter.items() if key[2] == model and key in usable}
-    names = {key: {name for name in each if not book.plan.methods[name].repeats} for key, each in own.items()}
-    ranked, keys = _complete(names)
+    plan = results["plan"]
+    usable = {_chapter(row) for row in results["data"] if row["usable"]}
+    own: dict[Chapter, dict[str, Row]] = {}
+    for row in results["leaderboards"]:
+        key, name = _chapter(row), row["method"]
+        if row["metric"] == plan["metric"] and key[2] == model and key in usable and not _repeats(plan, name):
+            own.setdefault(key, {})[name] = row
+    ranked, keys = _complete({key: set(rows) for key, rows in own.items()})
     if len(ranked) < 2:
         return None
-    methods = [name for name in book.plan.methods if name in ranked]
-    means = {key: [float(np.mean(own[key][name].means(metric))) for name in methods] for key in keys}
+    methods = [name for name in plan["methods"] if name in ranked]
+    means = {key: [float(own[key][name]["mean"]) for name in methods] for key in keys}  # type: ignore[arg-type]
     sets = list(dict.fromkeys(key[0] for key in keys))
     per_set = np.stack([np.mean([ranks(np.array(means[key])) for key in keys if key[0] == each], 0) for each in sets])
     average = per_set.mean(0)
@@ -372,15 +459,19 @@ def over_sets(
     rows: list[Row] = []
     for place in np.argsort(average, kind="stable"):
         name = methods[place]
-        row: Row = {"method": name, "rank": float(average[place]), "sets": len(sets)}
+        row = {"method": name, "rank": float(average[place]), "sets": len(sets)}
         row["wins"] = sum(int(np.argmax(means[key])) == int(place) for key in keys)
         row["tied"] = None if distance is None else bool(average[place] - average.min() <= distance)
-        effects = effects_by_set(own, keys, name, book.plan.reference, metric)
-        chances = _chances(book, effects)
+        effects = by_set([own[key][name] for key in keys])
+        chances = _chances(plan, effects)
         row |= {"relative": float(np.mean(list(effects.values()))) if effects else None}
         row |= {"better": None, "equal": None, "worse": None} if chances is None else asdict(chances)
         rows.append(row)
     return {"model": model, "sets": sets, "chapters": [list(key) for key in keys], "distance": distance, "rows": rows}
+
+
+def _repeats(plan: Mapping[str, Any], method: object) -> str:
+    return str(plan["methods"][method]["repeats"])
 
 
 def _complete(names: Mapping[Chapter, set[str]]) -> tuple[set[str], list[Chapter]]:
@@ -394,71 +485,69 @@ def _complete(names: Mapping[Chapter, set[str]]) -> tuple[set[str], list[Chapter
     return best
 
 
-def effects_by_set(
-    own: Mapping[Chapter, Mapping[str, Values]], keys: Sequence[Chapter], name: str, other: str, metric: str
-) -> dict[str, float]:
-    """The relative difference of a method to another on each set, averaged over its chapters."""
+def by_set(rows: Sequence[Row]) -> dict[str, float]:
+    """The relative difference on each set, averaged over its chapters; nothing where there is none."""
     found: dict[str, list[float]] = {}
-    for key in keys:
-        if name != other and name in own[key] and other in own[key]:
-            _, mean, base = compared(own[key][name].by_metric[metric], own[key][other].by_metric[metric])
-            found.setdefault(key[0], []).append(mean / base if base else 0.0)
+    for row in rows:
+        if row["relative"] is not None:
+            found.setdefault(str(row["set"]), []).append(float(row["relative"]))  # type: ignore[arg-type]
     return {each: float(np.mean(values)) for each, values in found.items()}
 
 
-def _chances(book: Book, effects: Mapping[str, float]) -> SignedRank | None:
+def _chances(plan: Mapping[str, Any], effects: Mapping[str, float]) -> SignedRank | None:
     """The signed-rank test of relative differences by set; None with few sets."""
     if len(effects) < LEAST_SETS:
         return None
-    return bayesian_signed_rank(list(effects.values()), book.plan.margin)
+    return bayesian_signed_rank(list(effects.values()), plan["margin"])
 
 
 # Claims
 
 
-def _claim(
+def claim_rows(
     book: Book, claim: Claim, by_chapter: Mapping[Chapter, Mapping[str, Values]], usable: set[Chapter]
-) -> dict[str, Any]:
-    """A claim on every chapter that has both methods, and over sets.
+) -> list[Row]:
+    """A claim in every chapter that has both methods.
 
     A chapter counts if it is usable and one of the two is ahead of popularity: where both learn nothing, their
     difference says nothing.
     """
     metric = book.plan.metric
-    own = {
-        key: each
-        for key, each in by_chapter.items()
-        if claim.better in each and claim.worse in each and (not claim.models or key[2] in claim.models)
-    }
-    usable = {key for key in usable & own.keys() if above_popularity(book, _with_popularity(claim, own[key]))}
     rows: list[Row] = []
-    for key, each in own.items():
+    for key, each in by_chapter.items():
+        if not {claim.better, claim.worse} <= each.keys() or (claim.models and key[2] not in claim.models):
+            continue
         test, mean, base = compared(each[claim.better].by_metric[metric], each[claim.worse].by_metric[metric])
         scale = 1 / base if base else 0.0
         row: Row = {"set": key[0], "split": key[1], "model": key[2], "relative": mean * scale}
-        row |= {
-            "low": None,
-            "high": None,
-            "p": None,
-            "p_holm": None,
-            "usable": key in usable,
-            "verdict": "one repetition",
-        }
+        row |= dict.fromkeys(("low", "high", "p"))
+        row["usable"] = key in usable and above_popularity(book, _with_popularity(claim, each))
         if test is not None:
             row |= {"low": test.low * scale, "high": test.high * scale, "p": test.p}
-        row["equal_time"] = _at_equal_time(each[claim.better], each[claim.worse])
-        rows.append(row if key in usable else row | {"verdict": "left out: neither is above popularity"})
+        rows.append(row | {"equal_time": _at_equal_time(each[claim.better], each[claim.worse])})
+    return rows
+
+
+def _with_popularity(claim: Claim, own: Mapping[str, Values]) -> dict[str, Values]:
+    """The two methods of a claim, and popularity."""
+    pair = (claim.better, claim.worse)
+    return {name: each for name, each in own.items() if name in pair or each.cell.method.recipe == "popularity"}
+
+
+def judged(plan: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """The verdict on a claim over sets, and in each of its chapters after Holm's correction over them."""
+    out = "left out: neither is above popularity"
+    rows = [{**row, "p_holm": None, "verdict": "one repetition" if row["usable"] else out} for row in rows]
     tested = [row for row in rows if row["usable"] and row["p"] is not None]
     for row, p in zip(tested, holm([float(row["p"] or 0) for row in tested]), strict=True):
         ahead = float(row["relative"] or 0) > 0
         row["p_holm"], row["verdict"] = p, (SHOWN if ahead else REVERSED) if p < LEVEL else NOT_SHOWN
-    effects = effects_by_set(own, [key for key in own if key in usable], claim.better, claim.worse, metric)
+    effects = by_set([row for row in rows if row["usable"]])
     verdict, low, high = verdict_over_sets(effects, [str(row["verdict"]) for row in tested])
     if len(tested) == 1 and len(effects) == 1:  # the interval over repetitions and queries of the only chapter
         low, high = (float(str(tested[0][end])) for end in ("low", "high"))
-    chances = _chances(book, effects)
+    chances = _chances(plan, effects)
     return {
-        "name": claim.name,
         "verdict": verdict,
         "effect": float(np.mean(list(effects.values()))) if effects else None,
         "low": low,
@@ -468,12 +557,6 @@ def _claim(
         "holds": [f"{row['set']}, {row['split']}, {row['model']}" for row in tested if row["verdict"] == SHOWN],
         "rows": rows,
     }
-
-
-def _with_popularity(claim: Claim, own: Mapping[str, Values]) -> dict[str, Values]:
-    """The two methods of a claim, and popularity."""
-    pair = (claim.better, claim.worse)
-    return {name: each for name, each in own.items() if name in pair or each.cell.method.recipe == "popularity"}
 
 
 def verdict_over_sets(effects: Mapping[str, float], own: Sequence[str]) -> tuple[str, float | None, float | None]:
@@ -495,58 +578,61 @@ def _at_equal_time(better: Values, worse: Values) -> float | None:
     return None if a is None or not b else a / b - 1
 
 
-def null_rate(book: Book, by_chapter: Mapping[Chapter, Mapping[str, Values]]) -> dict[str, Any]:
-    """How often a method is called different from itself, tuned and trained again in as many repetitions."""
-    metric, tests = book.plan.metric, list[TestResult]()
-    for own in by_chapter.values():
-        for values in own.values():
+def null_rows(book: Book, by_chapter: Mapping[Chapter, Mapping[str, Values]]) -> list[Row]:
+    """Every repeated method against its first repetitions: how likely a larger difference is."""
+    metric, rows = book.plan.metric, list[Row]()
+    for key, own in by_chapter.items():
+        for name, values in own.items():
             first = own.get(values.cell.method.repeats)
             test = None if first is None else compared(values.by_metric[metric], first.by_metric[metric])[0]
-            tests += [] if test is None else [test]
-    hits = sum(test.p < LEVEL for test in tests)
-    low, high = share_interval(hits, len(tests)) if tests else (None, None)
+            if test is not None:
+                rows.append({"set": key[0], "split": key[1], "model": key[2], "method": name, "p": test.p})
+    return rows
+
+
+def null_rate(rows: Sequence[Row]) -> dict[str, Any]:
+    """How often a method is called different from itself, tuned and trained again in as many repetitions."""
+    hits = sum(float(row["p"] or 0) < LEVEL for row in rows)
+    low, high = share_interval(hits, len(rows)) if rows else (None, None)
     return {
-        "pairs": len(tests),
+        "pairs": len(rows),
         "different": hits,
-        "rate": hits / len(tests) if tests else None,
+        "rate": hits / len(rows) if rows else None,
         "low": low,
         "high": high,
+        "rows": list(rows),
     }
 
 
 # Published figures
 
 
-def _published(book: Book, values: Mapping[tuple[str, str, str, str], Values]) -> list[Row]:
+def _published(plan: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[Row]:
     """The printed figures of every method that a paper has, with ours on the same set and split at random."""
     rows: list[Row] = []
-    for method in book.plan.methods.values():
-        if not method.published or method.repeats:
+    for name, method in plan["methods"].items():
+        if not method["published"] or method["repeats"]:
             continue
-        paper, table, name = (method.published[key] for key in ("paper", "table", "name"))
-        known = {each.published[paper]: each.name for each in book.plan.sets.values() if paper in each.published}
+        paper, table, printed_as = (method["published"][key] for key in ("paper", "table", "name"))
+        known = {each["published"][paper]: key for key, each in plan["sets"].items() if paper in each["published"]}
         for (data, metric, row), figure in published_cells(paper, table).items():
-            if row != name:
+            if row != printed_as:
                 continue
-            ours = _ours(values, known.get(data), method.name, metric.lower())
+            ours = _ours(runs, known.get(data), name, metric.lower())
             place = f"{paper.upper()}, {published(paper)[table].get('where', table)}"
-            printed: Row = {"method": method.name, "place": place, "data": data, "metric": metric}
+            printed: Row = {"method": name, "place": place, "data": data, "metric": metric}
             printed |= {"published": figure.value, "set": known.get(data), **(ours or {"ours": None, "model": None})}
             rows.append(printed)
     return rows
 
 
-def _ours(
-    values: Mapping[tuple[str, str, str, str], Values], where: str | None, method: str, metric: str
-) -> Row | None:
+def _ours(runs: Sequence[Mapping[str, Any]], where: str | None, method: str, metric: str) -> Row | None:
     """Our best mean over models on a set, split at random, of a metric that runs have."""
-    own = [each for (a, how, _, m), each in values.items() if (a, how, m) == (where, "random", method)]
-    means = {
-        each.cell.model: float(np.mean([run.test_metrics[metric] for run in each.runs]))
-        for each in own
-        if metric in each.runs[0].test_metrics
-    }
-    if not means:
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        if (run["set"], run["split"], run["method"]) == (where, "random", method) and metric in run["test"]:
+            found.setdefault(run["model"], []).append(run["test"][metric])
+    if not found:
         return None
-    model = max(means, key=lambda name: means[name])
-    return {"ours": means[model], "model": model}
+    model = max(found, key=lambda name: np.mean(found[name]))
+    return {"ours": float(np.mean(found[model])), "model": model}
