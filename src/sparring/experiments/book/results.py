@@ -214,7 +214,7 @@ def joined(results: Mapping[str, Any], other: Mapping[str, Any], source: str = "
             "null": {"rows": [*more(other["null"]["rows"]), *results["null"]["rows"]]},
             "left": list(dict.fromkeys(name for name in (*other["left"], *results["left"]) if name not in done)),
             "failures": [*other["failures"], *results["failures"]],
-            "runs": [*(run for run in other["runs"] if _cell_name(run) not in done), *results["runs"]],
+            "runs": [*(run for run in more(other["runs"]) if _cell_name(run) not in done), *results["runs"]],
         }
     )
 
