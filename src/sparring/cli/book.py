@@ -11,7 +11,6 @@ import sparring.cli.inputs as inputs
 from sparring.cli.compare import add_study, closing, listening, writing_study
 from sparring.cli.parsing import Commands, add_set, command_line, count, names, number
 from sparring.cli.screen import detail, show
-from sparring.core import files
 
 if TYPE_CHECKING:
     from sparring.experiments.book.running import Book
@@ -57,6 +56,7 @@ def hours(text: str) -> float:
 
 
 def book(args: Namespace) -> int:
+    from sparring.core import files
     from sparring.experiments.book import pages, results
     from sparring.experiments.book.running import run
 
