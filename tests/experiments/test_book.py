@@ -534,12 +534,12 @@ def test_a_shipped_book_stands_alone(made: Path, tmp_path: Path) -> None:
 def test_joined_books_equal_a_whole(made: Path, plan_file: Path, tmp_path: Path) -> None:
     """Books of one set each, joined by their JSON alone, have the ranks, verdicts, nulls and runs of one book of both.
 
-    What the second has of the first's chapters replaces them.
+    Of a chapter that both have the one with more methods stays, and of two with as many the new one.
     """
     plan = read_plan(plan_file)
 
-    def of(*sets: str) -> dict[str, Any]:
-        book = Book(made, chosen(plan, sets))
+    def of(*sets: str, methods: tuple[str, ...] = ()) -> dict[str, Any]:
+        book = Book(made, chosen(plan, sets, methods=methods))
         files.write_json(tmp_path / "book.json", results.collect(book, [], [], f"sparring book {' '.join(sets)}"))
         return dict(json.loads((tmp_path / "book.json").read_text()))
 
@@ -552,6 +552,12 @@ def test_joined_books_equal_a_whole(made: Path, plan_file: Path, tmp_path: Path)
     changed = json.loads(json.dumps(first))
     changed["leaderboards"][0]["mean"] = 0.5
     assert results.joined(first, changed)["leaderboards"] == first["leaderboards"]
+    small = of("first", methods=("uns",))
+    for one, other in ((small, first), (first, small)):
+        both = json.loads(json.dumps(results.joined(one, other)))
+        for part in ("data", "leaderboards", "claims", "null", "ranks"):
+            assert both[part] == first[part], part
+        assert sorted(map(str, both["runs"])) == sorted(map(str, first["runs"]))
 
 
 def test_unlike_books_are_not_joined(made: Path, plan_file: Path, tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -82,8 +82,10 @@ def _plan(args: Namespace) -> Reproduction:
     data = tuple(
         _given(args, where, name, experiment) for where, name in zip(args.data, short_names(args.data), strict=True)
     )
-    options = {"command": command_line(args), "trials": args.tune, "only": args.methods}
-    return Reproduction(experiment, args.out, data, seeds(args.seeds), settings, args.device, **options)
+    command, given = command_line(args), seeds(args.seeds)
+    return Reproduction(
+        experiment, args.out, data, given, settings, args.device, command, trials=args.tune, only=args.methods
+    )
 
 
 def _given(args: Namespace, where: str, name: str, experiment: Experiment) -> PaperDataset:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -184,19 +185,23 @@ def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
 def joined(results: Mapping[str, Any], other: Mapping[str, Any], source: str = "the other book") -> dict[str, Any]:
     """The results with the chapters of another book that was made alike, before its own.
 
-    A chapter that both have is taken from `results`. A book can so grow over machines and over time, without its runs.
+    A chapter that both have is taken from the book with more finished methods of it, from `results` if they have as
+    many. A book can so grow over machines and over time, without its runs, and loses nothing.
 
         joined(collect(book, [], []), json.loads(Path("docs/book/book.json").read_text()), "docs/book/book.json")
     """
     check_alike(results["plan"], results["defaults"], other, source)
-    own = {_chapter(row) for row in results["data"]}
-    done = {_cell_name(run) for run in results["runs"]}
+    ours, theirs = (Counter(map(_chapter, each["leaderboards"])) for each in (results, other))
+    taken = {key for key in theirs if theirs[key] > ours[key]}
 
-    def more(rows: Sequence[Row]) -> list[Row]:
-        return [row for row in rows if _chapter(row) not in own]
+    def chapters_of(mine: Sequence[Row], more: Sequence[Row]) -> list[Row]:
+        return [*(row for row in more if _chapter(row) in taken), *(row for row in mine if _chapter(row) not in taken)]
 
-    tested = {each["name"]: each["rows"] for each in results["claims"]}
-    theirs = {each["name"]: more(each["rows"]) for each in other["claims"]}
+    known = {_cell_name(run) for run in results["runs"]}
+    solved = [run for run in other["runs"] if run["model"] == SOLVED and _cell_name(run) not in known]
+    runs = [*solved, *chapters_of(results["runs"], other["runs"])]
+    done = {_cell_name(run) for run in runs}
+    tested, more = ({each["name"]: each["rows"] for each in book["claims"]} for book in (results, other))
     parts = {part: {**other["plan"][part], **results["plan"][part]} for part in ("sets", "models", "methods", "claims")}
     return summarised(
         {
@@ -206,15 +211,16 @@ def joined(results: Mapping[str, Any], other: Mapping[str, Any], source: str = "
             "command": "\n".join(filter(None, (other["command"], results["command"]))),
             "plan": {**results["plan"], **parts},
             "defaults": {**other["defaults"], **results["defaults"]},
-            "data": [*more(other["data"]), *results["data"]],
-            "leaderboards": [*more(other["leaderboards"]), *results["leaderboards"]],
+            "data": chapters_of(results["data"], other["data"]),
+            "leaderboards": chapters_of(results["leaderboards"], other["leaderboards"]),
             "claims": [
-                {"name": name, "rows": [*theirs.get(name, []), *tested.get(name, [])]} for name in parts["claims"]
+                {"name": name, "rows": chapters_of(tested.get(name, []), more.get(name, []))}
+                for name in parts["claims"]
             ],
-            "null": {"rows": [*more(other["null"]["rows"]), *results["null"]["rows"]]},
+            "null": {"rows": chapters_of(results["null"]["rows"], other["null"]["rows"])},
             "left": list(dict.fromkeys(name for name in (*other["left"], *results["left"]) if name not in done)),
             "failures": [*other["failures"], *results["failures"]],
-            "runs": [*(run for run in more(other["runs"]) if _cell_name(run) not in done), *results["runs"]],
+            "runs": runs,
         }
     )
 
