@@ -345,10 +345,20 @@ def report(place: Place, board: Board, data: str, regime: str) -> tuple[bool, fl
             base = means.get((UNS, m))
             over = f" ({means[name, m] / base - 1:+.1%})" if base and name != UNS else ""
             cells.append(f"{means[name, m]:.4f} ± {spread:.4f}{over}")
+        test = tested.get(name)
+        interval = "" if test is None else percent(test, means[name, METRICS[0]])
         p = f"{adjusted[name]:.2g}" if name in adjusted else ""
         share, hard, rise = (float(np.mean([line[key] for line in found])) for key in ("share", "hard", "rise"))
-        rows.append([*cells, p, f"{share:.2%}", f"{hard:.1%}", f"{rise:+.1%}", f"{len(found)}"])
-    heads = ["recall@50 (over UNS)", "recall@200 (over UNS)", "p against ESANS", "met by a query", "mass of hard ones"]
+        rows.append([*cells, interval, p, f"{share:.2%}", f"{hard:.1%}", f"{rise:+.1%}", f"{len(found)}"])
+    over = "ESANS over it in recall@50 (95 %)"
+    heads = [
+        "recall@50 (over UNS)",
+        "recall@200 (over UNS)",
+        over,
+        "p against ESANS",
+        "met by a query",
+        "mass of hard ones",
+    ]
     print(f"\n{table([f'{data}, regime {regime}', 'tau, lr', *heads, 'last third', 'seeds'], rows)}\n")
     if not all((name, METRICS[0]) in means for name in (UNS, MNS, ESANS)):
         print(f"{data}, regime {regime}: no verdict yet: UNS, debiased MNS and ESANS need final seeds")
@@ -388,9 +398,7 @@ def ablations(place: Place, board: Board, data: str) -> None:
         for m, metric in enumerate(METRICS):
             cells.append(f"{np.mean([line[metric] for line in found]):.4f}")
             test, base = tested[name][m] if name in tested else None, float(np.mean([line[metric] for line in known]))
-            cells.append(
-                "" if test is None else f"{test.mean / base:+.1%} ({test.low / base:+.1%} to {test.high / base:+.1%})"
-            )
+            cells.append("" if test is None else percent(test, base))
         hard, share = (float(np.mean([line[key] for line in found])) for key in ("hard", "share"))
         p = f"{adjusted[name]:.2g}" if name in adjusted else ""
         rows.append([*cells, p, f"{share:.2%}", f"{hard:.1%}", f"{len(found)}"])
@@ -403,13 +411,18 @@ def ablations(place: Place, board: Board, data: str) -> None:
     print(f"\n{table([f'{data}, ESANS of regime A{setting}', *heads], rows)}\n")
 
 
+def percent(test: TestResult, base: float) -> str:
+    """A difference with its interval, relative to a base."""
+    return f"{test.mean / base:+.1%} ({test.low / base:+.1%} to {test.high / base:+.1%})"
+
+
 def popularity(split: Split) -> list[str]:
     """The row of a ranking by the number of training pairs, the same for all queries."""
     assert split.test is not None
     counts = torch.from_numpy(split.train.counts()).float().unsqueeze(1)
     alike = Tables(torch.ones(split.train.n_queries, 1), counts)
     found = sp.evaluate(alike, split.test, split.seen_for("test"), (50, 200), ("recall",)).metrics
-    return ["popularity alone", "", *(f"{found[m]:.4f}" for m in METRICS), "", "", "", "", ""]
+    return ["popularity alone", "", *(f"{found[m]:.4f}" for m in METRICS), "", "", "", "", "", ""]
 
 
 def verdict(found: list[tuple[str, tuple[bool, float | None, bool]]]) -> str:
