@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import torch
 
 from sparring.core.errors import UserError
 from sparring.core.ranks import launched, local_rank, local_world
+
+_BLOCKING_SYNC = 4  # CU_CTX_SCHED_BLOCKING_SYNC of CUDA's driver
 
 
 def pick_device(name: str) -> torch.device:
@@ -29,6 +32,21 @@ def pick_device(name: str) -> torch.device:
             "start fewer, or use --device cpu"
         )
     return device
+
+
+def sleep_for_gpus() -> None:
+    """From now on, sleep while waiting for a GPU; call it before the first use of one.
+
+    By default CUDA spins, and a process that waits takes a core from the others that share the GPU.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no GPU, or none of NVIDIA's
+        return
+    count = ctypes.c_int()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
+        for number in range(count.value):
+            driver.cuDevicePrimaryCtxSetFlags_v2(number, _BLOCKING_SYNC)
 
 
 def hardware(device: torch.device) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from sparring.kernels.native import vectors as native
 from sparring.kernels.native.rows import takes_rows
+from sparring.kernels.vectors import kernels_for
 
 _rows: ContextVar[bool] = ContextVar("rows", default=False)
 
@@ -65,26 +67,25 @@ class _Lookup(torch.autograd.Function):
 def unit_lookup(table: Tensor, ids: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """lookup(table, ids) scaled to length 1, followed by bias[ids] (..., D + 1) where there is one, in one pass.
 
-    None where the native kernel does not apply, or no gradient is wanted: then look up and scale.
+    None where no kernel applies, or no gradient is wanted: then look up and scale.
 
         unit_lookup(tower.weight, torch.tensor([3, 7]))
     """
     tables = (table,) if bias is None else (table, bias)
-    if not torch.is_grad_enabled() or not all(t.requires_grad for t in tables) or not native.fits(*tables):
+    kernels = kernels_for(*tables) if torch.is_grad_enabled() and all(t.requires_grad for t in tables) else None
+    if kernels is None:
         return None
     flat = ids.reshape(-1).contiguous()
-    made = native.unit_rows(table.detach(), flat, None if bias is None else bias.detach(), int(bias is not None))
-    if made is None:
-        return None
-    rows: Tensor = _UnitLookup.apply(*tables, flat, *made)  # type: ignore[no-untyped-call]
+    made = kernels.unit_rows(table.detach(), flat, None if bias is None else bias.detach(), int(bias is not None))
+    rows: Tensor = _UnitLookup.apply(kernels, *tables, flat, *made)  # type: ignore[no-untyped-call]
     return rows.reshape(*ids.shape, -1)
 
 
 class _UnitLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, kernels: ModuleType, *given: Tensor) -> Tensor:
         *tables, ids, out, norms = given
-        ctx.tables = tables
+        ctx.kernels, ctx.tables = kernels, tables
         ctx.save_for_backward(ids, out, norms)
         return out
 
@@ -93,10 +94,11 @@ class _UnitLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ids, out, norms = ctx.saved_tensors
         table, *biases = ctx.tables
-        _append(table, ids.unsqueeze(0), native.unit_rows_gradient(grad, out, norms, len(biases)))
+        rows = ctx.kernels.unit_rows_gradient(grad.contiguous(), out, norms, len(biases))
+        _append(table, ids.unsqueeze(0), rows)
         for bias in biases:
             _append(bias, ids.unsqueeze(0), grad[:, -1:])
-        return (None,) * (4 + len(biases))
+        return (None,) * (5 + len(biases))
 
 
 def _append(table: Tensor, index: Tensor, values: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparring.core.exclusion import Exclude, Positives
 from sparring.kernels import ExcludedPairs
-from sparring.kernels.native.vectors import row_dots
+from sparring.kernels.vectors import row_dots
 
 __all__ = [
     "ALONE",

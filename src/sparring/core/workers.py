@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from sparring.core.devices import sleep_for_gpus
 from sparring.core.errors import first_line
 from sparring.core.processes import raise_on_termination
 
@@ -78,8 +79,9 @@ def run(
 
     A task is forked from a server that has only imported libraries: it starts at once and inherits neither memory of an
     earlier task nor a broken thread pool. Where there is no fork, on Windows, it is a new Python. `threads` limits the
-    CPU threads of each task. Leaving the iteration early (Ctrl-C) ends all running tasks, and so does the death of the
-    caller. At `deadline`, a time.monotonic(), the iteration ends, and the running tasks with it.
+    CPU threads of each task, which then sleeps while it waits for a GPU. Leaving the iteration early (Ctrl-C) ends all
+    running tasks, and so does the death of the caller. At `deadline`, a time.monotonic(), the iteration ends, and the
+    running tasks with it.
 
         for event in run([Task("a", train_one, (1,)), Task("b", train_one, (2,))], jobs=2): ...
     """
@@ -131,6 +133,7 @@ def _begin(pipe: Connection, threads: int | None, task: Task) -> None:
     threading.Thread(target=_end_with_caller, daemon=True).start()
     if threads is not None:
         torch.set_num_threads(threads)
+        sleep_for_gpus()
     try:
         value = task.work(lambda message: pipe.send(TaskMessage(task.name, message)), *task.arguments)
         pipe.send(Ended(task.name, value, None))

@@ -29,7 +29,7 @@ __all__ = [
     "weighted_logsumexp",
 ]
 
-_TRITON = find_spec("triton") is not None
+TRITON = find_spec("triton") is not None
 _WIDEST = 256  # dimensions that fit a fused kernel
 _MIXED = 16  # members of a group that a mixture kernel holds
 _CLUSTERS = 8192  # clusters that one program can draw from
@@ -83,7 +83,7 @@ def weighted_logsumexp(
 def fuses(q: Tensor, emb: Tensor, log_w: Tensor, keyed: bool) -> bool:
     """Whether the Triton kernel applies: a GPU, shared candidates, up to 256 dimensions, constant weights, keys."""
     fits = (
-        _TRITON and keyed and q.is_cuda and emb.dim() == 2 and 0 < emb.shape[1] <= _WIDEST and min(len(q), len(emb)) > 0
+        TRITON and keyed and q.is_cuda and emb.dim() == 2 and 0 < emb.shape[1] <= _WIDEST and min(len(q), len(emb)) > 0
     )
     return fits and not log_w.requires_grad and q.dtype == emb.dtype and q.dtype in _FLOATS
 
@@ -91,23 +91,23 @@ def fuses(q: Tensor, emb: Tensor, log_w: Tensor, keyed: bool) -> bool:
 def _fuses_own(q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None) -> bool:
     """Whether the Triton kernel for per-query candidates applies; it takes exclusions as a mask."""
     masked = places is None or isinstance(places, Tensor)
-    fits = _TRITON and masked and q.is_cuda and 0 < emb.shape[2] <= _WIDEST and min(emb.shape[:2]) > 0
+    fits = TRITON and masked and q.is_cuda and 0 < emb.shape[2] <= _WIDEST and min(emb.shape[:2]) > 0
     return fits and not log_w.requires_grad and q.dtype in _FLOATS and emb.dtype in _FLOATS
 
 
 def fuses_mixtures(emb: Tensor, m: int) -> bool:
     """Whether the Triton kernels can mix m of these vectors (..., D): a GPU, m up to 16, up to 256 dimensions."""
-    return _TRITON and emb.is_cuda and emb.dtype in _FLOATS and 1 <= m <= _MIXED and 0 < emb.shape[-1] <= _WIDEST
+    return TRITON and emb.is_cuda and emb.dtype in _FLOATS and 1 <= m <= _MIXED and 0 < emb.shape[-1] <= _WIDEST
 
 
 def fuses_draws(items: Tensor, clusters: int) -> bool:
     """Whether the Triton kernels can draw by cluster for these items: a GPU, up to 8,192 clusters."""
-    return _TRITON and items.is_cuda and clusters <= _CLUSTERS
+    return TRITON and items.is_cuda and clusters <= _CLUSTERS
 
 
 def fuses_rows(table: Tensor) -> bool:
     """Whether the Triton kernels can update the rows of this table: a GPU, float32, up to 256 dimensions."""
-    fits = _TRITON and table.is_cuda and table.dtype == torch.float32 and table.dim() == 2 and table.shape[1] <= _WIDEST
+    fits = TRITON and table.is_cuda and table.dtype == torch.float32 and table.dim() == 2 and table.shape[1] <= _WIDEST
     return fits and table.is_contiguous()
 
 

@@ -18,7 +18,7 @@ from sparring.core.part import Part, n_ids
 from sparring.core.sparse_rows import unit_lookup
 from sparring.core.types import ALONE, ItemLayers, Ranks
 from sparring.data.histories import Context, Histories
-from sparring.kernels.native import vectors as native
+from sparring.kernels.vectors import unit
 from sparring.models.graph import GraphItems
 from sparring.models.histories import PastReader, past_readers, reading
 from sparring.models.low_rank_ease import LowRankEase
@@ -111,7 +111,7 @@ class Retriever(nn.Module):
         return bias if self.trend is None else bias + self.trend.shift[ids].unsqueeze(-1)
 
     def _unit_items(self, ids: Tensor) -> Tensor | None:
-        """The same from tables in one pass, if a native kernel can do that."""
+        """The same from tables in one pass, if a kernel can do that."""
         bias = self.item_bias
         tables = [part for part in (self.item, bias) if type(part) is IdTower and part.sparse]
         added = self.closed_form is not None or self.trend is not None
@@ -182,7 +182,7 @@ class Retriever(nn.Module):
         """
         vectors = q if self.item_bias is None else q[..., :-1]
         if self.score == "cosine":
-            fused = native.unit(vectors.contiguous(), int(self.item_bias is not None), uniform, rate)
+            fused = unit(vectors.contiguous(), int(self.item_bias is not None), uniform, rate)
             if fused is not None:
                 return fused
         return self._finished(vectors * (uniform >= rate) / (1 - rate))
@@ -289,7 +289,7 @@ class Retriever(nn.Module):
     def _finished(self, vectors: Tensor, closed: Tensor | None = None) -> Tensor:
         """Output of a query tower, scaled, with the closed form's dimensions and that of the bias."""
         if self.score == "cosine" and closed is None:
-            fused = native.unit(vectors, int(self.item_bias is not None))
+            fused = unit(vectors, int(self.item_bias is not None))
             if fused is not None:
                 return fused
         vectors = self._scaled(vectors)

@@ -1,5 +1,5 @@
 // Rows scaled to length 1, with a last column of item biases or ones: gathered from a table, or taken as they are, with
-// dropout before the scaling where `uniform` is given. See core/unit_rows.py for the torch form.
+// dropout before the scaling where `uniform` is given. See models/retriever.py for the torch form.
 
 #include <algorithm>
 #include <cmath>

@@ -1,16 +1,12 @@
-"""Vectors of a step on a CPU: rows of a table, scaled to length 1, and inner products, one pass each, with gradients.
+"""Vectors of a step on a CPU: rows of a table, scaled to length 1, and inner products, one pass each.
 
-Each function answers None where it does not apply: no library, or another kind of tensor than float32 in contiguous
-memory; the caller then runs its torch code.
+The kernels read raw memory, so callers ask `serves` first; kernels/vectors.py adds autograd and the other devices.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sparring.kernels.native.library import function, plain
 
@@ -22,6 +18,11 @@ _DOTS, _DOTS_BACKWARD = ("row_dots", "ppllp"), ("row_dots_backward", "pppllpp")
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors."""
     return plain(*tensors) and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether there is a library, and its kernels take these tensors."""
+    return fits(*tensors) and function(*_UNIT) is not None
 
 
 def rows(table: Tensor, ids: Tensor) -> Tensor | None:
@@ -38,15 +39,14 @@ def rows(table: Tensor, ids: Tensor) -> Tensor | None:
 
 def unit_rows(
     x: Tensor, ids: Tensor | None, bias: Tensor | None, extra: int, uniform: Tensor | None = None, rate: float = 0.0
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor]:
     """Rows x[ids] (n, D), or x itself, scaled to length 1, and their lengths before that; without autograd.
 
     With `extra` a last column holds bias[ids], or ones without a bias. A number in `uniform` (n, D) below `rate` drops
     its element, and the others are divided by 1 - rate, before the scaling.
     """
     kernel = function(*_UNIT)
-    if kernel is None or not fits(x, *(t for t in (bias, uniform) if t is not None)):
-        return None
+    assert kernel is not None
     n, d = len(x) if ids is None else len(ids), x.shape[1]
     out, norms = x.new_empty(n, d + extra), x.new_empty(n)
     places = x.data_ptr(), _at(ids), n, d, len(x)
@@ -61,65 +61,29 @@ def unit_rows_gradient(
     """The gradient (n, D) by the rows of `unit_rows`, from that by its output."""
     kernel = function(*_UNIT_BACKWARD)
     assert kernel is not None
-    grad, d = grad.contiguous(), out.shape[1] - extra
+    d = out.shape[1] - extra
     rows = out.new_empty(len(out), d)
     sizes = len(out), d, extra
     kernel(grad.data_ptr(), out.data_ptr(), norms.data_ptr(), *sizes, _at(uniform), rate, rows.data_ptr())
     return rows
 
 
-def unit(x: Tensor, extra: int, uniform: Tensor | None = None, rate: float = 0.0) -> Tensor | None:
-    """Vectors x (..., D) as in `unit_rows`, with a gradient by x."""
-    if not torch.is_grad_enabled() or not x.requires_grad or not fits(x) or function(*_UNIT) is None:
-        return None
-    given = None if uniform is None else uniform.reshape(-1, x.shape[-1]).contiguous()
-    flat: Tensor = _Unit.apply(x.reshape(-1, x.shape[-1]), extra, given, rate)  # type: ignore[no-untyped-call]
-    return flat.reshape(*x.shape[:-1], -1)
-
-
-class _Unit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, extra: int, uniform: Tensor | None, rate: float) -> Tensor:
-        made = unit_rows(x, None, None, extra, uniform, rate)
-        assert made is not None
-        ctx.save_for_backward(*made)
-        ctx.extra, ctx.uniform, ctx.rate = extra, uniform, rate
-        return made[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out, norms = ctx.saved_tensors
-        return unit_rows_gradient(grad, out, norms, ctx.extra, ctx.uniform, ctx.rate), None, None, None
-
-
-def row_dots(a: Tensor, b: Tensor) -> Tensor | None:
-    """Inner products (n,) of the rows of a and b (n, D)."""
-    if a.dim() != 2 or a.shape != b.shape or not fits(a, b) or function(*_DOTS) is None:
-        return None
-    dots: Tensor = _RowDots.apply(a, b)  # type: ignore[no-untyped-call]
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """Inner products (n,) of the rows of a and b (n, D); without autograd, like its gradient."""
+    kernel = function(*_DOTS)
+    assert kernel is not None
+    dots = a.new_empty(len(a))
+    kernel(a.data_ptr(), b.data_ptr(), *a.shape, dots.data_ptr())
     return dots
 
 
-class _RowDots(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        kernel = function(*_DOTS)
-        assert kernel is not None
-        ctx.save_for_backward(a, b)
-        dots = a.new_empty(len(a))
-        kernel(a.data_ptr(), b.data_ptr(), *a.shape, dots.data_ptr())
-        return dots
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        kernel = function(*_DOTS_BACKWARD)
-        assert kernel is not None
-        a, b = ctx.saved_tensors
-        grad, by_a, by_b = grad.contiguous(), torch.empty_like(a), torch.empty_like(b)
-        kernel(grad.data_ptr(), a.data_ptr(), b.data_ptr(), *a.shape, by_a.data_ptr(), by_b.data_ptr())
-        return by_a, by_b
+def row_dots_gradient(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients (n, D) of the inner products by a and by b."""
+    kernel = function(*_DOTS_BACKWARD)
+    assert kernel is not None
+    by_a, by_b = torch.empty_like(a), torch.empty_like(b)
+    kernel(grad.data_ptr(), a.data_ptr(), b.data_ptr(), *a.shape, by_a.data_ptr(), by_b.data_ptr())
+    return by_a, by_b
 
 
 def _at(tensor: Tensor | None) -> int:

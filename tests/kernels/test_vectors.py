@@ -1,35 +1,52 @@
-"""Unit vectors and inner products of rows, native and torch's, against plain float64."""
+"""Unit vectors and inner products of rows, native, Triton's and torch's, against plain float64."""
 
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from sparring.core.sparse_rows import lookup
-from sparring.kernels.native import library, vectors
+from sparring.kernels import vectors
+from sparring.kernels.native import library
+from sparring.kernels.native import vectors as native
 from sparring.models.retriever import NORM_EPS, Retriever
 from sparring.models.towers import IdTower
 
+GPU = torch.cuda.is_available()
 
-@pytest.fixture(params=["native", "torch"], autouse=True)
+
+@pytest.fixture(params=["native", "triton", "torch"], autouse=True)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both forms; the native one must be there."""
+    """All forms; the native one must be there. Without a GPU, Triton's runs in its interpreter."""
     monkeypatch.setattr(library, "active", request.param == "native")
     if request.param == "native" and library.library() is None:
         pytest.skip("needs a C++ compiler")
+    if request.param == "triton" and find_spec("triton") is None:
+        pytest.skip("needs Triton")
+    if request.param == "triton" and not GPU:
+        from sparring.kernels import vector_rows
+
+        monkeypatch.setattr(vectors, "native", SimpleNamespace(serves=native.fits, **vars(vector_rows)))
     return str(request.param)
+
+
+@pytest.fixture
+def device(form: str) -> str:
+    return "cuda" if form == "triton" and GPU else "cpu"
 
 
 def unit(x: Tensor) -> Tensor:
     return x / x.norm(dim=-1, keepdim=True).clamp(min=NORM_EPS)
 
 
-def a_model(biased: bool, d: int) -> Retriever:
+def a_model(biased: bool, d: int, device: str) -> Retriever:
     torch.manual_seed(0)
-    model = Retriever(IdTower(9, d), IdTower(30, d), item_bias=IdTower(30, 1) if biased else None)
+    model = Retriever(IdTower(9, d), IdTower(30, d), item_bias=IdTower(30, 1) if biased else None).to(device)
     with torch.no_grad():
         model.item.weight[3] = 0.0
         model.item.weight[4] *= 1e-9
@@ -38,10 +55,10 @@ def a_model(biased: bool, d: int) -> Retriever:
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("d", [1, 37, 64])
-def test_items_from_tables(biased: bool, d: int) -> None:
+def test_items_from_tables(biased: bool, d: int, device: str) -> None:
     """Rows of length 1 with their bias, of zero and tiny rows too, and the sparse gradients of both tables."""
-    model, ids = a_model(biased, d), torch.tensor([[1, 2, 3], [4, 2, 2]])
-    up = torch.randn(2, 3, d + biased)
+    model, ids = a_model(biased, d, device), torch.tensor([[1, 2, 3], [4, 2, 2]], device=device)
+    up = torch.randn(2, 3, d + biased).to(device)
     made = model.encode_items(ids)
     (made * up).sum().backward()
     table = model.item.weight.detach().double().requires_grad_()
@@ -57,42 +74,45 @@ def test_items_from_tables(biased: bool, d: int) -> None:
 
 
 @pytest.mark.parametrize("biased", [True, False])
-def test_dropout_of_queries(biased: bool) -> None:
+def test_dropout_of_queries(biased: bool, device: str) -> None:
     """A dropped dimension is 0, the others are scaled to length 1 again, and the bias dimension stays 1."""
-    model, uniform = a_model(biased, 7), torch.rand(4, 7, generator=torch.Generator().manual_seed(1))
-    ids = torch.tensor([1, 0, 8, 1])
+    uniform = torch.rand(4, 7, generator=torch.Generator().manual_seed(1)).to(device)
+    model, ids = a_model(biased, 7, device), torch.tensor([1, 0, 8, 1], device=device)
     q = model.dropped(model.encode_queries(ids), 0.3, uniform)
     (q**3).sum().backward()
     table = model.query.weight.detach().double().requires_grad_()
     want = unit(unit(table[ids]) * (uniform >= 0.3) / 0.7)
-    want = torch.cat([want, torch.ones(4, 1, dtype=torch.float64)], -1) if biased else want
+    want = torch.cat([want, torch.ones_like(want[:, :1])], -1) if biased else want
     (want**3).sum().backward()
     assert torch.allclose(q.double(), want, rtol=1e-6, atol=1e-7)
     assert model.query.weight.grad is not None
     assert torch.allclose(model.query.weight.grad.to_dense().double(), table.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_inner_products_of_rows(form: str) -> None:
+def test_inner_products_of_rows(form: str, device: str) -> None:
     """Products and both gradients; None where memory is strided, for which callers have another form."""
-    a, b = (torch.randn(5, 37, requires_grad=True) for _ in range(2))
+    a, b = (torch.randn(5, 37, device=device, requires_grad=True) for _ in range(2))
     dots = vectors.row_dots(a, b)
     assert (dots is None) == (form == "torch")
     assert vectors.row_dots(a.T, b.T) is None
     if dots is not None:
-        (dots * torch.arange(5.0)).sum().backward()
+        up = torch.arange(5.0, device=device)
+        (dots * up).sum().backward()
         assert torch.allclose(dots.double(), (a.double() * b.double()).sum(1), atol=1e-5)
         assert a.grad is not None
-        assert torch.allclose(a.grad, torch.arange(5.0).unsqueeze(1) * b.detach())
+        assert b.grad is not None
+        assert torch.allclose(a.grad, up.unsqueeze(1) * b.detach())
+        assert torch.allclose(b.grad, up.unsqueeze(1) * a.detach())
 
 
 def test_an_id_outside_its_table(form: str) -> None:
     """No memory outside a table is read."""
     if form == "native":
         with pytest.raises(IndexError):
-            vectors.unit_rows(torch.zeros(3, 2), torch.tensor([-1]), None, 0)
+            native.unit_rows(torch.zeros(3, 2), torch.tensor([-1]), None, 0)
         for wrong in (-1, 3):
             with pytest.raises(IndexError):
-                vectors.rows(torch.zeros(3, 2), torch.tensor([0, wrong]))
+                native.rows(torch.zeros(3, 2), torch.tensor([0, wrong]))
 
 
 @pytest.mark.parametrize(("n", "d"), [(0, 3), (1, 1), (9, 5), (3000, 16)])
@@ -100,15 +120,15 @@ def test_rows_of_a_table(form: str, n: int, d: int) -> None:
     """Every row, by one thread and by several; None where another form serves."""
     table = torch.randn(700, d, generator=torch.Generator().manual_seed(0))
     ids = torch.randint(700, (n,), generator=torch.Generator().manual_seed(1))
-    got = vectors.rows(table, ids)
-    if form == "torch":
+    got = native.rows(table, ids)
+    if form != "native":
         assert got is None
         return
     assert got is not None
     assert got.shape == (n, d)
     assert got.tolist() == [table[i].tolist() for i in ids.tolist()]
-    assert vectors.rows(table.double(), ids) is None
-    assert vectors.rows(table[:, :-1] if d > 1 else table.T, ids.int()) is None
+    assert native.rows(table.double(), ids) is None
+    assert native.rows(table[:, :-1] if d > 1 else table.T, ids.int()) is None
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (2, 3)])
