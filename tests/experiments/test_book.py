@@ -56,6 +56,8 @@ splits = ["random"]
 [sets.second]
 place = "world:180x100:1"
 splits = ["random"]
+rungs = []
+settings = { eval_every = 2 }
 
 [methods.popularity]
 [methods.uns]
@@ -115,15 +117,23 @@ def stored(out: Path, where: str, method: str, metric: str = "ndcg@20") -> np.nd
 # The plan
 
 
-def test_the_plan_of_the_project_can_be_run() -> None:
-    """Every method of plan.toml has valid settings with every model; every set is in the order of the file."""
+def test_the_plan_of_the_project_can_be_run(tmp_path: Path) -> None:
+    """Every method of plan.toml has valid settings with every model and set; sets are in the order of the file.
+
+    An epoch of a large set has more steps, so its rungs have fewer epochs; the largest are validated after each.
+    """
     plan = read_plan()
-    book = Book(Path("book"), plan)
-    for cell in book.cells:
-        settings.resolve(finding.find(cell.method.recipe), book.method(cell).settings, plan.base(cell.model))
+    book = Book(tmp_path / "book", plan)
+    running.check(book)
     assert plan.trials >= 20
     assert plan.repetitions >= 5
-    assert plan.rungs == ([8, 7], [24, 2])
+    own = {
+        name: (plan.rungs_of(each), plan.base("tables", each).validation.eval_every) for name, each in plan.sets.items()
+    }
+    assert own["tiktok"] == own["electronics"] == own["movietweetings"] == own["world"] == (([8, 7], [24, 2]), 2)
+    assert own["beauty"] == (([4, 7], [12, 2]), 2)
+    large = ("online_retail", "tafeng", "groceries", "ml1m", "gowalla", "gowalla_lightgcn")
+    assert [own[name] for name in large] == 6 * [(([2, 7], [6, 2]), 1)]
     units = {name: each.tau_unit for name, each in plan.methods.items() if each.tau_unit != 1}
     assert units == {"xir": 2.0, "bir": 2.0, "psl": 0.5}
     assert {"popularity", "ease", "ials", "full_softmax"} <= set(plan.methods)
@@ -172,6 +182,13 @@ def test_unknown_names_are_one_line(plan_file: Path, tmp_path: Path, refused: Ca
         (PLAN.replace("[[1, 1]]", "[[1, 3]]"), "rungs"),
         (PLAN.replace("[[1, 1]]", "[[2, 2], [1, 1]]"), "rungs"),
         *((PLAN.replace("[[1, 1]]", rungs), "rungs") for rungs in ("[1, 1]", "[[1]]", '[["1", 1]]', "1")),
+        *(
+            (PLAN.replace("rungs = []", f"rungs = {own}"), "sets.second")
+            for own in ("1", "[[1, 3]]", "[[2, 1], [1, 0]]")
+        ),
+        (PLAN.replace("rungs = []\n", ""), "second random tables uns validates every 2 epochs"),
+        (PLAN.replace("{ eval_every = 2 }", "2"), "settings of sets.second"),
+        (PLAN.replace("{ eval_every = 2 }", "{ eval_evry = 2 }"), "eval_evry"),
         *((PLAN.replace("= 2", f"= {count}", 1), "trials") for count in ('"2"', "true", "-1")),
         (PLAN.replace("repetitions = 2", "repetitions = 0"), "repetitions"),
         (PLAN.replace("epochs = 2", "epochs = 2\neval_every = 2"), "eval_every"),
@@ -210,8 +227,9 @@ def test_every_method_has_the_same_trials_and_seeds(made: Path) -> None:
             others = trials_of(made, where, method, 1)
             assert [t["value"] for t in trials[method]] != [t["value"] for t in others]
             for r, tried in enumerate((trials[method], others)):
-                assert sorted((t["rung"], t["epochs"]) for t in tried) == [(0, 1), (1, 2)]
-                (winner,) = (t for t in tried if t["rung"] == 1)
+                rungs = {"first": [(0, 1), (1, 2)], "second": [(0, 2), (0, 2)]}[where]  # the second set has none
+                assert sorted((t["rung"], t["epochs"]) for t in tried) == rungs
+                winner = max(tried, key=lambda t: (t["rung"], t["value"]))
                 setup = read_meta(folder(made, where, method, r))["setup"]
                 chosen_lr, chosen_tau = setup["training"]["lr"], setup["temperature"]["tau"]
                 assert (chosen_lr, chosen_tau) == (winner["settings"]["lr"], winner["settings"]["tau"])
@@ -279,10 +297,39 @@ def test_a_failed_cell_harms_no_other(plan_file: Path, tmp_path: Path, monkeypat
     assert {row["method"] for row in book["leaderboards"]} == {"popularity", "ssl_pop"}
 
 
-def test_other_settings_need_another_folder(made: Path, plan_file: Path, refused: Callable[..., str]) -> None:
-    """Trials and defaults of a book may not change while it grows."""
+def test_other_settings_need_another_folder(
+    made: Path, plan_file: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    """Trials, defaults, and the rungs and settings of a set may not change while a book grows."""
     refused(words(plan_file, made, "--trials", "3"), "trials")
+    for own in ("", "rungs = []\n", "rungs = [[1, 1]]\nsettings = { eval_every = 1 }\n"):
+        (tmp_path / "plan.toml").write_text(PLAN.replace("rungs = []\nsettings = { eval_every = 2 }\n", own))
+        refused(words(tmp_path / "plan.toml", made), "rungs and settings of second", "another folder")
     refused(words(plan_file, made, "--set", "dim=4"), "defaults", "model.dim=8, now 4", "another folder")
+
+
+def test_a_set_has_rungs_and_settings_of_its_own(made: Path) -> None:
+    """The rungs and settings of a set hold on it alone; its record, its page and the first page name them."""
+    book = read_book(made)
+    sets = book["plan"]["sets"]
+    assert {name: (each["rungs"], each["settings"]) for name, each in sets.items()} == {
+        "first": ([[1, 1]], {}),
+        "second": ([], {"eval_every": 2}),
+    }
+    for run in book["runs"]:
+        if run["method"] != "popularity":
+            assert [epoch for epoch, _, _ in run["curve"]] == {"first": [1, 2], "second": [2]}[run["set"]]
+    for row in book["leaderboards"]:
+        validated_twice = row["set"] == "first" or row["method"] == "popularity"
+        assert ("validation.eval_every=2" in row["train"]) != validated_twice
+    assert {each["settings"]["validation.eval_every"] for each in book["defaults"].values()} == {1}
+    index, first, second = ((made / f"{name}.html").read_text() for name in ("index", "set-first", "set-second"))
+    pruned = "all train 1 epochs, the best 1 train until they stop rising"
+    assert f"2 in each repetition: {pruned} (first); all train until they stop rising (second)" in index
+    assert f"2 in each repetition: {pruned}<" in first
+    assert "2 in each repetition: all train until they stop rising<" in second
+    assert "eval_every=2<" in second
+    assert "eval_every=2<" not in first
 
 
 def test_changed_defaults_are_found(made: Path, plan_file: Path) -> None:
@@ -561,9 +608,19 @@ def test_joined_books_equal_a_whole(made: Path, plan_file: Path, tmp_path: Path)
 
 
 def test_unlike_books_are_not_joined(made: Path, plan_file: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    """A book of another version, with other trials or other defaults is refused before any training."""
+    """A book of another version, with other trials, rungs of a set or defaults is refused before any training.
+
+    A set that was recorded without rungs and settings had those of the plan.
+    """
     other, out = read_book(made), tmp_path / "out"
+    sets = other["plan"]["sets"]
+
+    def with_second(**own: object) -> dict[str, Any]:
+        return {"plan": {**other["plan"], "sets": {**sets, "second": {**sets["second"], **own}}}}
+
     changes: tuple[tuple[dict[str, Any], str], ...] = (
+        (with_second(rungs=[[1, 1]]), "sets.second.rungs=[[1, 1]], this book with []"),
+        (with_second(settings={}), "sets.second.settings={}, this book with {'eval_every': 2}"),
         ({"format": 1}, "version"),
         ({"plan": {**other["plan"], "trials": 7}}, "trials=7"),
         ({"defaults": {name: {**each, "digest": "x"} for name, each in other["defaults"].items()}}, "defaults"),
@@ -572,6 +629,12 @@ def test_unlike_books_are_not_joined(made: Path, plan_file: Path, tmp_path: Path
         (tmp_path / "other.json").write_text(json.dumps({**other, **change}))
         refused(words(plan_file, out, "--join", str(tmp_path / "other.json")), "other.json", mention)
     assert not (out / "runs").exists()
+    for name in ("rungs", "settings"):
+        del sets["first"][name]
+    results.check_alike(read_book(made)["plan"], other["defaults"], other, "other.json")
+    del sets["second"]["rungs"]
+    with pytest.raises(UserError, match=r"sets\.second\.rungs"):
+        results.check_alike(read_book(made)["plan"], other["defaults"], other, "other.json")
 
 
 def test_solved_methods_have_no_model(plan_file: Path) -> None:

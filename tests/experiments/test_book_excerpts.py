@@ -12,6 +12,7 @@ import pytest
 from sparring.core.errors import UserError
 from sparring.experiments.book.excerpts import ROWS, fill, main
 from sparring.experiments.book.plan import read_plan
+from sparring.experiments.book.results import check_alike, plan_record
 from sparring.experiments.book.running import Book, stale
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,7 @@ def made_up(means: dict[str, tuple[float, ...]] | None = None) -> dict[str, Any]
             "rungs": [[8, 7], [24, 2]],
             "reference": "uns",
             "changes": {"dim": "32"},
+            "sets": {"shop": {}, "films": {}},
             "methods": methods,
             "claims": claims,
         },
@@ -287,9 +289,11 @@ def test_pages_have_the_figures_of_the_book() -> None:
 
 @needs_book
 def test_the_book_has_the_defaults_of_today() -> None:
-    """The book in docs/book was made with the defaults that recipes have now."""
+    """The book in docs/book was made with the defaults that recipes have now, and a book of today can join it."""
     made = json.loads(SHIPPED.read_text())
-    assert stale(made["defaults"], Book(Path("book"), read_plan(), changes=made["plan"]["changes"]).defaults) == []
+    book = Book(Path("book"), read_plan(), changes=made["plan"]["changes"])
+    assert stale(made["defaults"], book.defaults) == []
+    check_alike(plan_record(book), book.defaults, made, "docs/book")
 
 
 @needs_book

@@ -16,7 +16,7 @@ UNS, BIR = Method("UNS", "uns", {"n": 8}), Method("BIR, B/2", "bir", {"tau": 0.2
 
 
 def test_a_folder_may_grow_but_not_change(tmp_path: Path) -> None:
-    """New names are added to study.json; another kind, setting or value of a known name is an error that names it."""
+    """New names and mappings are added to study.json; another kind, setting or value of a known name is an error."""
     out = tmp_path / "out"
     check_folder(out, "comparison", {"trials": 2}, {"data": {"a": 1}}, {"seeds": 1})
     check_folder(out, "comparison", {"trials": 2}, {"data": {"b": 2}}, {"seeds": 5})
@@ -30,6 +30,10 @@ def test_a_folder_may_grow_but_not_change(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=keyword):
             check_folder(out, kind, {"trials": trials}, {"data": data}, {})
     assert json.loads((out / "study.json").read_text()) == stored
+    check_folder(out, "comparison", {"trials": 2}, {"rungs": {"a": 3}}, {"seeds": 5})
+    assert json.loads((out / "study.json").read_text())["growing"]["rungs"] == {"a": 3}
+    with pytest.raises(UserError, match="rungs of a"):
+        check_folder(out, "comparison", {"trials": 2}, {"rungs": {"a": 4}}, {"seeds": 5})
 
 
 def test_other_folders_are_not_touched(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from sparring.core.processes import raise_on_termination
 Say = Callable[[object], None]
 # Slow imports without threads, done once by the fork server. Not polars: its threads would be missing in
 # every forked process.
-_PRELOADED = ["torch", "matplotlib.figure", "matplotlib.backends.backend_agg"]
+_PRELOADED = ["torch", "torch._dynamo", "matplotlib.figure", "matplotlib.backends.backend_agg"]
 
 
 @dataclass(frozen=True)

@@ -227,8 +227,8 @@ def check_folder(
 ) -> None:
     """Write study.json; raise if the folder holds another study.
 
-    The values of `fixed` must stay. Each mapping of `growing` may gain names, and must keep the value of each name.
-    `notes` are recorded and may change.
+    The values of `fixed` must stay. Each mapping of `growing` may gain names, and must keep the value of each name; an
+    older folder may lack a mapping. `notes` are recorded and may change.
     """
     fixed, growing = (json.loads(json.dumps(part, default=str)) for part in (fixed, growing))
     path = out / "study.json"
@@ -246,9 +246,9 @@ def check_folder(
                 raise UserError(f"{out} was started {change}: choose another folder, or keep its settings")
         for part, values in growing.items():
             for name, value in values.items():
-                if old_growing[part].get(name, value) != value:
+                if old_growing.get(part, {}).get(name, value) != value:
                     raise UserError(f"{out} was started with another {part} of {name}: choose another folder")
-        growing = {part: {**old_growing[part], **values} for part, values in growing.items()}
+        growing = {part: {**old_growing.get(part, {}), **values} for part, values in growing.items()}
     elif out.is_dir() and any(path.name != LOCK for path in out.iterdir()):
         raise UserError(f"{out} is not empty and holds no {kind}: choose another folder")
     files.write_json(path, {"kind": kind, "fixed": fixed, "growing": growing, **notes})

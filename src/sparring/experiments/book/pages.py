@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparring.experiments.book.plan import SOLVED
-from sparring.experiments.book.results import NOT_SHOWN, REVERSED, SHOWN
+from sparring.experiments.book.results import NOT_SHOWN, REVERSED, SHOWN, of_set
 from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Block, Code, Facts, Figures, Links, Page, Paragraph, Points, Section, Sheet
@@ -194,25 +194,33 @@ def book_facts(results: Mapping[str, Any]) -> dict[str, str]:
     """The metric, the budget and the commit of a book."""
     plan = results["plan"]
     facts = {"metric": f"{plan['metric']}, of the complete catalogue"}
-    facts |= {"repetitions": f"{plan['repetitions']} of each method", "trials": trials_in_words(plan)}
+    facts |= {"repetitions": f"{plan['repetitions']} of each method", "trials": trials_in_words(plan, plan["sets"])}
     facts |= {"reference": plan["reference"], "runs": f"{len(results['runs']):,}"}
     if plan["changes"]:
         facts["changed"] = ", ".join(f"{name}={value}" for name, value in plan["changes"].items())
     return facts | {"commit": ", ".join(results["commits"]), "left": f"{len(results['left'])} cells"}
 
 
-def trials_in_words(plan: Mapping[str, Any]) -> str:
-    """The trials of a repetition, and the rungs that prune them.
+def trials_in_words(plan: Mapping[str, Any], sets: Iterable[str]) -> str:
+    """The trials of a repetition, and the rungs that prune them; of each set where they differ.
 
-    trials_in_words({"trials": 20, "rungs": [[8, 7]]})
+    trials_in_words({"trials": 20, "rungs": [[8, 7]], "sets": {"shop": {}}}, ["shop"])
     # 20 in each repetition: all train 8 epochs, the best 7 train until they stop rising
     """
+    alike: dict[str, list[str]] = {}
+    for name in sets:
+        alike.setdefault(_pruning(of_set(plan, name)["rungs"], plan["trials"]), []).append(name)
+    told = [f"{words} ({', '.join(names)})" for words, names in alike.items()] if len(alike) > 1 else alike
+    return f"{plan['trials']} in each repetition: {'; '.join(told)}"
+
+
+def _pruning(rungs: Sequence[tuple[int, int]], trials: int) -> str:
     parts, going = [], "all"
-    for epochs, kept in plan["rungs"]:
-        if kept < plan["trials"]:
+    for epochs, kept in rungs:
+        if kept < trials:
             parts.append(f"{going} train {epochs} epochs")
             going = f"the best {kept}" + " of them" * bool(len(parts) > 1)
-    return f"{plan['trials']} in each repetition: {', '.join([*parts, f'{going} train until they stop rising'])}"
+    return ", ".join([*parts, f"{going} train until they stop rising"])
 
 
 def _overall(out: Path, each: Mapping[str, Any], plan: Mapping[str, Any], links: Mapping[str, str]) -> Section:
@@ -312,13 +320,15 @@ def _first_sentence(text: str) -> str:
 
 def _set_page(out: Path, results: Mapping[str, Any], links: Mapping[str, str], name: str) -> Page:
     plan, sections = results["plan"], []
+    budget, own_settings = {"trials": trials_in_words(plan, [name])}, of_set(plan, name)["settings"]
+    budget |= {"settings of this set": in_words(own_settings)} if own_settings else {}
     for data in (each for each in results["data"] if each["set"] == name):
         rows = sorted(
             (row for row in results["leaderboards"] if _key(row) == _key(data)), key=lambda row: -float(row["mean"])
         )
         own = [row for row in rows if row["metric"] == plan["metric"]]
         sizes = {part: f"{data[part]:,}" for part in ("queries", "items", "train", "valid", "test") if part in data}
-        parts: list[Block] = [Points(told_of_set(data, own, plan)), Facts(sizes)]
+        parts: list[Block] = [Points(told_of_set(data, own, plan)), Facts(sizes | budget)]
         for metric in plan["metrics"]:
             board = Table(QUALITY, [row for row in rows if row["metric"] == metric])
             parts.append(Sheet(board, f"Test {metric}", TONES, links))

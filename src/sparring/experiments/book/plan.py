@@ -23,7 +23,10 @@ AGAIN = " again"  # ends the name of a repeated method
 
 @dataclass(frozen=True)
 class BookSet:
-    """A data set: its place (a folder of the data root, a public set or a world) and the splits it is tested with."""
+    """A data set: its place (a folder of the data root, a public set or a world) and the splits it is tested with.
+
+    Its rungs replace the plan's; its settings follow those of the plan and of the model.
+    """
 
     name: str
     place: str
@@ -31,6 +34,8 @@ class BookSet:
     line: str = ""
     models: tuple[str, ...] = ()  # all but text unless given
     published: Mapping[str, str] = field(default_factory=dict)  # its name in papers
+    rungs: tuple[tuple[int, int], ...] | None = None  # the plan's unless given
+    settings: Mapping[str, object] = field(default_factory=dict)  # of every model on it
 
 
 @dataclass(frozen=True)
@@ -93,13 +98,18 @@ class Plan:
     margin: float = 0.01
     settings: Mapping[str, object] = field(default_factory=dict)  # of every model
 
-    def base(self, model: str) -> Setup:
-        """The Setup of every method with a model."""
+    def base(self, model: str, where: BookSet | None = None) -> Setup:
+        """The Setup of every method with a model; on a set, with the settings of that set."""
         if model == SOLVED:
             return Setup.of(select=self.metric)
         chosen = self.models[model]
-        changes = {**self.settings, **chosen.settings, "select": self.metric}
+        own = {} if where is None else where.settings
+        changes = {**self.settings, **chosen.settings, **own, "select": self.metric}
         return settings.resolve(finding.find(chosen.setup), changes)[0]
+
+    def rungs_of(self, where: BookSet) -> tuple[tuple[int, int], ...]:
+        """The rungs of a set: its own, or the plan's."""
+        return self.rungs if where.rungs is None else where.rungs
 
     def models_of(self, method: BookMethod, where: BookSet) -> tuple[str, ...]:
         """The models that a method is trained with on a set."""
@@ -146,6 +156,8 @@ def _entries(kind: Any, part: str, content: Mapping[str, Mapping[str, Any]]) -> 
         given = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         with one_line(f"{part}.{name} of the plan is not complete", TypeError):
             entries[name] = kind(name, **given)
+        if not isinstance(given.get("settings", {}), dict):
+            raise UserError(f"settings of {part}.{name} of the plan must be a table, such as {{ epochs = 20 }}")
     return entries
 
 
@@ -154,15 +166,11 @@ def _check(plan: Plan) -> None:
     for name, least in (("trials", 0), ("design", 0), ("repetitions", 1)):
         if not _counts([value := getattr(plan, name)]) or value < least:
             raise UserError(f"{name} of the plan is {value!r}, not a whole number of at least {least}")
-    if not isinstance(plan.rungs, tuple) or not all(_counts(each) and len(each) == 2 for each in plan.rungs):
-        raise UserError("rungs of the plan must be pairs of epochs and trials that go on, such as [[8, 7], [24, 2]]")
-    rungs = [(0, plan.trials + 1), *plan.rungs]
-    if any(not (low[0] < high[0] and low[1] > high[1] > 0) for low, high in pairwise(rungs)):
-        rule = "epochs must rise, and the trials that go on must become fewer"
-        raise UserError(f"the plan has rungs {', '.join(map(str, plan.rungs))}: {rule}")
+    _check_rungs(plan.rungs, plan.trials, "the plan")
     if not cutoffs(plan.metrics) or plan.metric not in plan.metrics:
         raise UserError(f"the metric {plan.metric!r} of the plan is not among its metrics {', '.join(plan.metrics)}")
     for each in plan.sets.values():
+        _check_rungs(plan.rungs_of(each), plan.trials, f"sets.{each.name} of the plan")
         for how in each.splits:
             if how not in SPLITS:
                 raise UserError(f"sets.{each.name} of the plan has no split {how!r}: choose from {', '.join(SPLITS)}")
@@ -175,6 +183,15 @@ def _check(plan: Plan) -> None:
     for claim in plan.claims.values():
         _known(plan.methods, (claim.better, claim.worse), "method", f"claims.{claim.name}")
         _known(plan.models, claim.models, "model", f"claims.{claim.name}")
+
+
+def _check_rungs(rungs: object, trials: int, where: str) -> None:
+    """Raise unless these are pairs of epochs that rise and trials that become fewer."""
+    if not isinstance(rungs, tuple) or not all(_counts(each) and len(each) == 2 for each in rungs):
+        raise UserError(f"rungs of {where} must be pairs of epochs and trials that go on, such as [[8, 7], [24, 2]]")
+    if any(not (low[0] < high[0] and low[1] > high[1] > 0) for low, high in pairwise([(0, trials + 1), *rungs])):
+        rule = "epochs must rise, and the trials that go on must become fewer"
+        raise UserError(f"{where} has rungs {', '.join(map(str, rungs))}: {rule}")
 
 
 def _counts(values: object) -> bool:

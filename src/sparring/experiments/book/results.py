@@ -231,14 +231,24 @@ def check_alike(plan: Mapping[str, Any], defaults: Mapping[str, Any], other: Map
         raise UserError(
             f"{source} is of another version of Sparring: it has format {other.get('format')}, not {FORMAT}"
         )
-    for name in ("metric", "metrics", "repetitions", "trials", "design", "rungs", "reference", "changes"):
-        theirs, ours = other["plan"][name], json.loads(json.dumps(plan[name]))
+    plan, before = json.loads(json.dumps(plan)), other["plan"]
+    names = ("metric", "metrics", "repetitions", "trials", "design", "rungs", "reference", "changes")
+    pairs = {name: (before[name], plan[name]) for name in names}
+    for each in (name for name in plan["sets"] if name in before["sets"]):
+        old, new = of_set(before, each), of_set(plan, each)
+        pairs |= {f"sets.{each}.{name}": (old[name], new[name]) for name in new}
+    for name, (theirs, ours) in pairs.items():
         if theirs != ours:
             raise UserError(f"{source} was made with {name}={theirs}, this book with {ours}: they cannot be joined")
     shared = defaults.keys() & other["defaults"].keys()
     changed = stale({name: other["defaults"][name] for name in shared}, defaults)
     if changed:
         raise UserError(f"{source} was made with other defaults: {changed[0]}")
+
+
+def of_set(plan: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The rungs and the settings of a set; those of the plan where its record has none."""
+    return {part: plan["sets"][name].get(part, usual) for part, usual in (("rungs", plan["rungs"]), ("settings", {}))}
 
 
 def _chapter(row: Row) -> Chapter:
@@ -274,8 +284,10 @@ def plan_record(book: Book) -> dict[str, Any]:
     plan = book.plan
     names = ("metric", "metrics", "repetitions", "trials", "design", "rungs", "reference", "margin")
     record = {name: getattr(plan, name) for name in names} | {"changes": dict(book.changes)}
-    record |= {part: {name: asdict(each) for name, each in getattr(plan, part).items()} for part in ("sets", "models")}
-    record["claims"] = {name: asdict(each) for name, each in plan.claims.items()}
+    record |= {
+        part: {name: asdict(each) for name, each in getattr(plan, part).items()} for part in ("models", "claims")
+    }
+    record["sets"] = {name: {**asdict(each), "rungs": plan.rungs_of(each)} for name, each in plan.sets.items()}
     record["methods"] = {
         name: {**asdict(each), "text": inspect.getdoc(finding.find(each.recipe)) or ""}
         for name, each in plan.methods.items()
@@ -292,7 +304,7 @@ def _run(book: Book, values: Values, run: FinishedRun, place: int) -> dict[str, 
     cell, curve = values.cell, values.curves[place]
     metric = book.plan.metric
     over = values.by_metric[metric][place]
-    tuned = book.studies[cell.model].tuned_settings(cell.chapter, book.method(cell, place))
+    tuned = book.study(cell).tuned_settings(cell.chapter, book.method(cell, place))
     return {
         "set": cell.where.name,
         "split": cell.split,
@@ -365,7 +377,7 @@ def _judge(rows: list[Row], methods: Mapping[str, BookMethod]) -> None:
 
 def _cost(book: Book, values: Values) -> Row:
     cell, runs = values.cell, values.runs
-    own = book.studies[cell.model]
+    own = book.study(cell)
     trials = [trial for r in range(len(runs)) for trial in own.read_trials(cell.chapter, book.method(cell, r))]
     shares = [run.measured.get("catalogue_share") for run in runs]
     return {

@@ -44,7 +44,7 @@ from sparring.experiments.search_space import space
 from sparring.experiments.study import Dataset, FinishedRun, Method, Study, Training, finished
 from sparring.recipes import finding, settings
 from sparring.recipes.run import Run
-from sparring.recipes.setup import SETTINGS
+from sparring.recipes.setup import SETTINGS, Setup
 from sparring.training.fitting import METRICS
 from sparring.training.step import sample_steps
 
@@ -93,30 +93,22 @@ class Book:
             if model in self.plan.models_of(method, where)
         ]
 
-    @cached_property
-    def studies(self) -> dict[str, Study]:
-        """A study for each model, since its methods share a Setup."""
+    def study(self, cell: Cell) -> Study:
+        """The study of a cell, whose methods are its repetitions."""
         names = tuple(dict.fromkeys((*METRICS, *(metric.split("@")[0] for metric in self.plan.metrics))))
-        found = {}
-        for model in dict.fromkeys(cell.model for cell in self.cells):
-            own = [cell for cell in self.cells if cell.model == model]
-            data = {cell.chapter: self.dataset(cell) for cell in own}
-            methods = {
-                name: [self.method(cell, r) for cell in own if cell.chapter == name for r in self.repetitions(cell)]
-                for name in data
-            }
-            training = Training(self.plan.base(model), metrics=names, device=self.device, results_only=True)
-            found[model] = Study(
-                self.out / "runs" / model,
-                tuple(data.values()),
-                methods,
-                (0,),  # the shift of a method is the seed of its repetition
-                training,
-                self.plan.trials,
-                design=self.plan.design,
-                rungs=self.plan.rungs,
-            )
-        return found
+        return Study(
+            self.out / "runs" / cell.model,
+            (self.dataset(cell),),
+            {cell.chapter: [self.method(cell, r) for r in self.repetitions(cell)]},
+            (0,),  # the shift of a method is the seed of its repetition
+            Training(self.base(cell), metrics=names, device=self.device, results_only=True),
+            self.plan.trials,
+            design=self.plan.design,
+            rungs=self.plan.rungs_of(cell.where),
+        )
+
+    def base(self, cell: Cell) -> Setup:
+        return self.plan.base(cell.model, cell.where)
 
     def dataset(self, cell: Cell) -> Dataset:
         place = place_of(cell.where, self.root)
@@ -136,7 +128,7 @@ class Book:
         """The repetitions of a cell: one of a closed form with nothing to tune, since others would be equal."""
         setup = settings.own_setup(finding.find(cell.method.recipe))
         closed = setup.training.optimizer == "solver" and setup.training.epochs == 1
-        equal = closed and not space(cell.method.recipe, self.method(cell).settings, self.plan.base(cell.model))
+        equal = closed and not space(cell.method.recipe, self.method(cell).settings, self.base(cell))
         return range(1 if equal else self.plan.repetitions)
 
     def folder(self, cell: Cell, repetition: int) -> Path:
@@ -282,10 +274,9 @@ def _git(*words: str) -> str:
 
 def check(book: Book) -> None:
     """Raise before any training if settings are invalid, or the folder holds another study."""
-    ends = [0, *(epochs for epochs, kept in book.plan.rungs if kept < book.plan.trials)]
     for cell in book.cells:
-        own, base = book.method(cell).settings, book.plan.base(cell.model)
-        setup = settings.resolve(finding.find(cell.method.recipe), own, base)[0]
+        ends = [0, *(epochs for epochs, kept in book.plan.rungs_of(cell.where) if kept < book.plan.trials)]
+        setup = settings.resolve(finding.find(cell.method.recipe), book.method(cell).settings, book.base(cell))[0]
         every, last = setup.validation.eval_every, setup.training.epochs_on()  # the last epoch is always validated
         if any(high < last and high - low < every for low, high in pairwise(ends)):
             rungs = f"the rungs at epoch {', '.join(map(str, ends[1:]))}"
@@ -304,7 +295,12 @@ def check(book: Book) -> None:
         book.out,
         "book",
         {name: getattr(book.plan, name) for name in ("trials", "design", "rungs", "metric")},
-        {"set of defaults": {name: each["digest"] for name, each in book.defaults.items()}},
+        {
+            "set of defaults": {name: each["digest"] for name, each in book.defaults.items()},
+            "choice of rungs and settings": {
+                name: [book.plan.rungs_of(each), each.settings] for name, each in book.plan.sets.items()
+            },
+        },
         {"repetitions": book.plan.repetitions},
     )
 
@@ -337,8 +333,7 @@ def run(
             device = min(used, key=lambda name: used[name])
             used[device] += 1
             taken[name] = device
-            own = book.studies[cell.model]
-            own = replace(own, training=replace(own.training, device=device))
+            own = replace(book, device=device).study(cell)
             yield Task(name, study.run_cell, (own, book.dataset(cell), book.method(cell, repetition)))
 
     for event in workers.run(tasks(), jobs, 1 if jobs > 1 else None, deadline):
