@@ -557,6 +557,22 @@ def test_pages_can_be_made_from_the_json_alone(made: Path, tmp_path: Path) -> No
         assert (tmp_path / path.name).read_text() == path.read_text()
 
 
+def test_a_page_names_the_commits_of_its_own_runs(made: Path, tmp_path: Path) -> None:
+    """The page of a set or method has the commits of its runs, the first page those of all."""
+    book = read_book(made)
+    book["commits"] = ["aaaa", "bbbb"]
+    for run in book["runs"]:
+        run["commit"] = "aaaa" if run["set"] == "first" else "bbbb"
+    pages.write(tmp_path, book)
+    found = {
+        name: (tmp_path / f"{name}.html").read_text() for name in ("index", "set-first", "set-second", "method-xir")
+    }
+    assert "Commit aaaa." in found["set-first"]
+    assert "Commit bbbb." in found["set-second"]
+    assert "Commit aaaa, bbbb." in found["index"]
+    assert "Commit aaaa, bbbb." in found["method-xir"]
+
+
 def test_a_shipped_book_stands_alone(made: Path, tmp_path: Path) -> None:
     """A repository keeps book.json, runs.csv and the pages of this book; no path of this machine is left in them."""
     (tmp_path / "method-gone.html").write_text("a page of an earlier book")

@@ -159,7 +159,7 @@ def test_front_is_short() -> None:
 
 
 def test_front_leaves_out_chapters_and_methods() -> None:
-    """A chapter with nothing above popularity has no column; a method that lacks a chapter has no row."""
+    """A chapter with nothing above popularity has no column; rows and columns are chosen for the most figures."""
     book = made_up()
     book["data"][1]["usable"] = False
     assert table(excerpt("front", book))[0][1:3] == ["shop", "films"]
@@ -167,6 +167,12 @@ def test_front_leaves_out_chapters_and_methods() -> None:
     assert "`xir`" not in excerpt("front", {**book, "leaderboards": kept})
     kept = [row for row in kept if row["method"] != "uns"]
     assert excerpt("front", {**book, "leaderboards": kept}) == ""
+    # 3 chapters of 2 methods are fewer figures than 2 chapters of all 4
+    kept = [row for row in made_up()["leaderboards"] if row["set"] != "films" or row["method"] in ("uns", "ease")]
+    text = excerpt("front", made_up() | {"leaderboards": kept})
+    assert table(text)[0][1:3] == ["random", "temporal"]
+    assert len(table(text)) == 1 + len(MEANS) - 1
+    assert "Left out, with fewer methods: films random tables." in " ".join(text.split())
 
 
 def test_a_method_has_its_place_in_each_chapter() -> None:

@@ -33,7 +33,7 @@ from sparring.core import files
 from sparring.core.errors import UserError, did_you_mean
 from sparring.experiments.book import pages
 from sparring.experiments.book.plan import read_plan
-from sparring.experiments.book.results import LEVEL, Chapter
+from sparring.experiments.book.results import LEVEL, Chapter, complete
 from sparring.experiments.report.tables import Column, Row, Table, shown, text_columns
 
 Results = Mapping[str, Any]
@@ -141,14 +141,16 @@ def front(book: Results, words: Sequence[str]) -> str:
     """A table of methods x chapters: the solved methods, the reference, and the best others up to ROWS.
 
     Methods stand in the order of their mean relative difference to the reference: over the chapters of a set, then
-    over sets. A chapter on which nothing is ahead of popularity is left out, and so is a method without all chapters.
-    Empty until a chapter has the reference.
+    over sets. A chapter on which nothing is ahead of popularity is left out; of the others, those methods and chapters
+    are shown that together give the most figures. Empty if the reference is not among them.
     """
     plan, reference = book["plan"], book["plan"]["reference"]
     usable = {(each["set"], each["split"], each["model"]) for each in book["data"] if each["usable"]}
-    keys = [key for key in chosen(book, words) if key in usable]
-    cells = {key: {str(row["method"]): row for row in _ranked(book, key)} for key in keys}
-    methods = [name for name in plan["methods"] if keys and all(name in own for own in cells.values())]
+    cells = {
+        key: {str(row["method"]): row for row in _ranked(book, key)} for key in chosen(book, words) if key in usable
+    }
+    found, keys = complete({key: set(own) for key, own in cells.items()})
+    methods = [name for name in plan["methods"] if name in found]
     if reference not in methods:
         return ""
     sets = list(dict.fromkeys(key[0] for key in keys))
@@ -174,20 +176,25 @@ def front(book: Results, words: Sequence[str]) -> str:
         *(Column(title, f"{{chapter{place}}}") for place, title in enumerate(titles)),
         Column(f"against `{reference}`", "{relative:+.1%}"),
     )
-    return Table(columns, rows).markdown() + "\n" + _front_note(book, keys[0], varied, len(kept), len(methods))
+    fewer = [key for key in cells if key not in keys]
+    return Table(columns, rows).markdown() + "\n" + _front_note(book, keys[0], varied, len(kept), len(methods), fewer)
 
 
 def _relative(row: Mapping[str, Any]) -> float:
     return float(row["relative"] or 0.0)
 
 
-def _front_note(book: Results, key: Chapter, varied: Sequence[int], kept: int, methods: int) -> str:
+def _front_note(
+    book: Results, key: Chapter, varied: Sequence[int], kept: int, methods: int, fewer: Sequence[Chapter]
+) -> str:
     """The reading of the front table: metric, chapters, budget, marks, commit."""
     plan, reference = book["plan"], book["plan"]["reference"]
     fixed = [f"{kind} {key[place]}" for place, kind in enumerate(("set", "split", "model")) if place not in varied]
     lines = [f"Test {plan['metric']}{''.join(f', {words}' for words in fixed)}; {_budget(plan)}."]
     if kept < methods:
         lines.append(f"Rows: the baselines, `{reference}` and the best others, {kept} of {methods} methods.")
+    if fewer:
+        lines.append(f"Left out, with fewer methods: {', '.join(' '.join(each) for each in fewer)}.")
     lines.append(
         f"↑ and ↓: shown different from `{reference}`, by a test over repetitions and queries together, at "
         f"{100 * LEVEL:g} % after Holm's correction over the methods of a column."

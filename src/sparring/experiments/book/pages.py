@@ -96,8 +96,10 @@ def _claim_file(name: str) -> str:
     return f"claim-{_slug(name)}.html"
 
 
-def _lead(results: Mapping[str, Any], text: str) -> str:
-    return f"{text} Commit {', '.join(results['commits'])}."
+def _lead(results: Mapping[str, Any], text: str, part: str = "", name: str = "") -> str:
+    """The text and the commit of the runs of this set or method; of all runs without one, or if it has none."""
+    commits = dict.fromkeys(run["commit"] for run in results["runs"] if part and run[part] == name)
+    return f"{text} Commit {', '.join(commits or results['commits'])}."
 
 
 def _home(results: Mapping[str, Any]) -> Section:
@@ -346,7 +348,7 @@ def _set_page(out: Path, results: Mapping[str, Any], links: Mapping[str, str], n
         sections.append(Section("Nothing yet", (Paragraph("No cell of this set is done."),)))
     sections.append(Section("How to read it", [Paragraph(text) for text in READING]))
     sections.append(_home(results))
-    return Page(name, _lead(results, plan["sets"][name]["line"]), sections)
+    return Page(name, _lead(results, plan["sets"][name]["line"], "set", name), sections)
 
 
 def told_of_set(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
@@ -459,7 +461,7 @@ def _method_page(out: Path, results: Mapping[str, Any], links: Mapping[str, str]
         )
         sections.append(Section("Published", (Paragraph(note), Sheet(Table(columns, printed)))))
     sections.append(_home(results))
-    return Page(name, _lead(results, _first_sentence(method["text"])), sections)
+    return Page(name, _lead(results, _first_sentence(method["text"]), "method", name), sections)
 
 
 def _draws(results: Mapping[str, Any], name: str) -> str:

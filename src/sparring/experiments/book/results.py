@@ -465,7 +465,7 @@ def over_sets(results: Mapping[str, Any], model: str) -> dict[str, Any] | None:
         key, name = _chapter(row), row["method"]
         if row["metric"] == plan["metric"] and key[2] == model and key in usable and not _repeats(plan, name):
             own.setdefault(key, {})[name] = row
-    ranked, keys = _complete({key: set(rows) for key, rows in own.items()})
+    ranked, keys = complete({key: set(rows) for key, rows in own.items()})
     if len(ranked) < 2:
         return None
     methods = [name for name in plan["methods"] if name in ranked]
@@ -492,8 +492,11 @@ def _repeats(plan: Mapping[str, Any], method: object) -> str:
     return str(plan["methods"][method]["repeats"])
 
 
-def _complete(names: Mapping[Chapter, set[str]]) -> tuple[set[str], list[Chapter]]:
-    """Methods, and the chapters that have all of them: the choice with the most figures."""
+def complete(names: Mapping[Chapter, set[str]]) -> tuple[set[str], list[Chapter]]:
+    """Methods, and the chapters that have all of them: the choice with the most figures.
+
+    complete({("a", "random", "tables"): {"uns", "xir"}, ("b", "random", "tables"): {"uns"}})  # both methods, on a
+    """
     every = set.intersection(*names.values()) if names else set()
     best: tuple[set[str], list[Chapter]] = (set(), [])
     for chosen in (*names.values(), every):
