@@ -134,6 +134,9 @@ def test_the_plan_of_the_project_can_be_run(tmp_path: Path) -> None:
     assert own["beauty"] == (([4, 7], [12, 2]), 2)
     large = ("online_retail", "tafeng", "groceries", "ml1m", "gowalla", "gowalla_lightgcn")
     assert [own[name] for name in large] == 6 * [(([2, 7], [6, 2]), 1)]
+    rungs = {cell.method.name: book.study(cell).rungs for cell in book.cells if cell.where.name == "ml1m"}
+    assert rungs["uns"] == ([2, 7], [6, 2])
+    assert rungs["ials"] == ([8, 7], [24, 2])  # a sweep of a solver is no number of steps
     units = {name: each.tau_unit for name, each in plan.methods.items() if each.tau_unit != 1}
     assert units == {"xir": 2.0, "bir": 2.0, "psl": 0.5}
     assert {"popularity", "ease", "ials", "full_softmax"} <= set(plan.methods)

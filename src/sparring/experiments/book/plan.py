@@ -107,9 +107,9 @@ class Plan:
         changes = {**self.settings, **chosen.settings, **own, "select": self.metric}
         return settings.resolve(finding.find(chosen.setup), changes)[0]
 
-    def rungs_of(self, where: BookSet) -> tuple[tuple[int, int], ...]:
-        """The rungs of a set: its own, or the plan's."""
-        return self.rungs if where.rungs is None else where.rungs
+    def rungs_of(self, where: BookSet, model: str = "") -> tuple[tuple[int, int], ...]:
+        """The rungs of a set: its own, or the plan's. A solver has the plan's, since a sweep is no number of steps."""
+        return self.rungs if where.rungs is None or model == SOLVED else where.rungs
 
     def models_of(self, method: BookMethod, where: BookSet) -> tuple[str, ...]:
         """The models that a method is trained with on a set."""

@@ -104,7 +104,7 @@ class Book:
             Training(self.base(cell), metrics=names, device=self.device, results_only=True),
             self.plan.trials,
             design=self.plan.design,
-            rungs=self.plan.rungs_of(cell.where),
+            rungs=self.plan.rungs_of(cell.where, cell.model),
         )
 
     def base(self, cell: Cell) -> Setup:
@@ -275,7 +275,7 @@ def _git(*words: str) -> str:
 def check(book: Book) -> None:
     """Raise before any training if settings are invalid, or the folder holds another study."""
     for cell in book.cells:
-        ends = [0, *(epochs for epochs, kept in book.plan.rungs_of(cell.where) if kept < book.plan.trials)]
+        ends = [0, *(epochs for epochs, kept in book.plan.rungs_of(cell.where, cell.model) if kept < book.plan.trials)]
         setup = settings.resolve(finding.find(cell.method.recipe), book.method(cell).settings, book.base(cell))[0]
         every, last = setup.validation.eval_every, setup.training.epochs_on()  # the last epoch is always validated
         if any(high < last and high - low < every for low, high in pairwise(ends)):
