@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from sparring.core.errors import UserError
 from sparring.core.types import Positives
+from sparring.kernels import TRITON
 from sparring.kernels.native import ranking
 
 _TILE = 64  # most queries per matrix product
@@ -25,7 +25,6 @@ _CUDA_SCORES = 1 << 27  # scores held at once on a GPU by default, 512 MB
 _NUMBERS = 1 << 21  # numbers of item vectors rescored at once
 _ENOUGH = 128  # queries that repay the preparation of items
 _NEVER = float("-inf")
-_TRITON = find_spec("triton") is not None
 _settings = threading.RLock()  # held while process-wide settings of torch are changed
 
 
@@ -129,7 +128,7 @@ def _by_kernel(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Scores and ids (B, k), and whether each list is sure to be exact; None where no kernel applies."""
     lists = (None, None, None) if seen is None else (seen.start, seen.items, query_ids)
-    if _TRITON and q.is_cuda:
+    if TRITON and q.is_cuda:
         from sparring.kernels import topk
 
         return topk.top_k(q, items, k, *lists) if topk.fits(q, items, k) else None
