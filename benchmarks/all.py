@@ -32,6 +32,7 @@ ON_GPU = {  # arguments beside --device cuda
     "kernels": ["--compiled"],
     "cross_entropy": [],
     "step": [],
+    "vectors": [],
     "ranking": [],
     "samplers": ["--rounds", "3"],
     "esans_step": [],

@@ -1,4 +1,4 @@
-"""Devices, without one."""
+"""Devices, and how a process waits for them."""
 
 from __future__ import annotations
 

@@ -89,6 +89,31 @@ def test_dropout_of_queries(biased: bool, device: str) -> None:
     assert torch.allclose(model.query.weight.grad.to_dense().double(), table.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("d", [1, 37])
+def test_more_rows_than_one_program_takes(d: int, device: str) -> None:
+    """Every row of 2,500 is scaled, and has its own gradient."""
+    model = a_model(True, d, device)
+    ids = torch.randint(5, 30, (2500,), generator=torch.Generator().manual_seed(2)).to(device)  # none is tiny
+    up = torch.randn(2500, d + 1, generator=torch.Generator().manual_seed(3)).to(device)
+    made = model.encode_items(ids)
+    (made * up).sum().backward()
+    assert model.item_bias is not None
+    table, bias = (part.weight.detach().double().requires_grad_() for part in (model.item, model.item_bias))
+    want = torch.cat([unit(table[ids]), bias[ids]], -1)
+    (want * up).sum().backward()
+    assert torch.allclose(made.double(), want, rtol=1e-6, atol=1e-7)
+    assert model.item.weight.grad is not None
+    assert torch.allclose(model.item.weight.grad.to_dense().double(), table.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_of_dropout_in_another_precision(device: str) -> None:
+    """No kernel reads float64 numbers as float32: the result is the same."""
+    model, ids = a_model(True, 7, device), torch.tensor([1, 0, 8, 1], device=device)
+    uniform = torch.rand(4, 7, generator=torch.Generator().manual_seed(1)).to(device)
+    q = model.encode_queries(ids)
+    assert torch.allclose(model.dropped(q, 0.3, uniform.double()), model.dropped(q, 0.3, uniform), atol=1e-6)
+
+
 def test_inner_products_of_rows(form: str, device: str) -> None:
     """Products and both gradients; None where memory is strided, for which callers have another form."""
     a, b = (torch.randn(5, 37, device=device, requires_grad=True) for _ in range(2))

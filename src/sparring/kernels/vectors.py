@@ -37,10 +37,11 @@ def unit(x: Tensor, extra: int, uniform: Tensor | None = None, rate: float = 0.0
     A number in `uniform` (..., D) below `rate` drops its element, and the others are divided by 1 - rate, before the
     scaling.
     """
-    kernels = kernels_for(x) if torch.is_grad_enabled() and x.requires_grad else None
+    given = None if uniform is None else uniform.reshape(-1, x.shape[-1]).contiguous()
+    tensors = (x,) if given is None else (x, given)
+    kernels = kernels_for(*tensors) if torch.is_grad_enabled() and x.requires_grad else None
     if kernels is None:
         return None
-    given = None if uniform is None else uniform.reshape(-1, x.shape[-1]).contiguous()
     flat: Tensor = _Unit.apply(x.reshape(-1, x.shape[-1]), extra, given, rate, kernels)  # type: ignore[no-untyped-call]
     return flat.reshape(*x.shape[:-1], -1)
 
