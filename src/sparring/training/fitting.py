@@ -327,7 +327,7 @@ def _completed(trainer: Trainer, selection: Fitted | None) -> tuple[Run, ClosedF
         model, closed = add_closed_form(model, pairs, run.closed_form, closed, rank, select, seed, ranks)
     if (run.trend or has_newcomers(run)) and model.item_shard() is None:
         trend = trend if run.trend else TrendChoice()
-        tau = float(run.temperature(torch.zeros(1, dtype=torch.long, device=trainer.device)))
+        tau = float(run.temperature(torch.zeros(1, dtype=torch.long, device=trainer.device)).detach())
         model, trend = add_trend(model, split, tau, trend, rank, select, ranks)
     if model is run.model:
         return run, closed, trend
